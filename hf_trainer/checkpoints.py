@@ -18,9 +18,9 @@ from transformers import TrainerControl
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
-from hf_trainer.data import is_one_of_several
+from hf_trainer.data import gathers_on_device
 from hf_trainer.options import TrainerOptions
-from hf_trainer.resume import save_rest
+from hf_trainer.resume import save_rest, unlogged_loss
 from hf_trainer.saving import DeferredWrites, deferring
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import (
@@ -36,7 +36,7 @@ from xla_adapters.checkpoint import (
     naming_failed_writes,
     refuse_inside_step,
 )
-from xla_adapters.errors import CheckpointDamagedError, CheckpointNotFoundError, CheckpointWriteError
+from xla_adapters.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from xla_adapters.loop.checkpoints import ScheduledSaves, settings_for_manifest, warn_of_differences
 from xla_adapters.loop.steps import StepDriver
 
@@ -93,8 +93,8 @@ class CheckpointStores:
 
     @property
     def are_used(self) -> bool:
-        """Whether checkpoints are committed and verified. Several processes would each commit a draft of their own."""
-        return self._options.safe_checkpoints and not is_one_of_several(self._trainer)
+        """Whether checkpoints are committed and verified. Processes that are no ranks would each commit a draft."""
+        return self._options.safe_checkpoints and not gathers_on_device(self._trainer)
 
     @property
     def asynchronous(self) -> bool:
@@ -270,6 +270,8 @@ class SafeCheckpoints:
         # Steps done and entries logged at the last save. A later evaluation adds an entry that is not saved.
         self._saved_at = (-1, -1)
         self.resumed_from: Path | None = None
+        # The sum of losses that is saved.
+        self._unlogged = 0.0
         # The folder in which transformers creates the checkpoint being written.
         self._draft_folder: str | None = None
         # Path given by transformers for the upload to the hub, which waits for the commit.
@@ -333,6 +335,7 @@ class SafeCheckpoints:
         if ranks is not None:
             # All save, or it is an error.
             ranks.total(1, f"the save after step {state.global_step}")
+        self._unlogged = unlogged_loss(self._trainer)
         self.settle()
         root = self._base._get_output_dir(trial)
         name, best_before = f"{PREFIX}{state.global_step}", state.best_model_checkpoint
@@ -364,7 +367,7 @@ class SafeCheckpoints:
         self._trainer.state.best_model_checkpoint = best
         if self._trainer.args.should_save:
             self._trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-        save_rest(self._trainer, folder)
+        save_rest(self._trainer, folder, self._unlogged)
 
     def _save_in_background(
         self, saver: AsyncSaver, store: CheckpointStore, name: str, model: Any, trial: Any, best: str | None
@@ -485,7 +488,7 @@ class SafeCheckpoints:
             if not os.path.samefile(os.path.join(root, name), best):
                 try:
                     store.remove(name)
-                except CheckpointWriteError as error:
+                except CheckpointError as error:
                     warnings.warn(str(error), CheckpointWarning, stacklevel=3)
 
 

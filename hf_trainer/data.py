@@ -300,7 +300,7 @@ class Inputs:
         on_host = batch_samples and not any(
             isinstance(value, torch.Tensor) and get_runtime().device.owns(value) for value in _values(batch_samples[0])
         )
-        if on_host and not is_one_of_several(self._trainer):
+        if on_host and not gathers_on_device(self._trainer):
             device = torch.device("cpu")
         if get_runtime().device.ranks is None:
             return self._base._get_num_items_in_batch(batch_samples, device)
@@ -322,7 +322,7 @@ class Inputs:
             return items.to(self._trainer.args.device)
 
 
-def is_one_of_several(trainer: transformers.Trainer) -> bool:
+def gathers_on_device(trainer: transformers.Trainer) -> bool:
     """Whether transformers and accelerate gather the values of other processes on the device, as with torch_xla.
 
     Ranks do so on the host, where the values come to in one transfer.

@@ -323,9 +323,8 @@ def numbers_of_ranks() -> Iterator[None]:
         return torch.tensor(ranks.total(float(loss), "the loss to log") / ranks.size)
 
     def gather_operations(scalars: list[int], *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.tensor(
-            ranks.total(sum(scalars), "its floating point operations, at a log or at the end of the training")
-        )
+        done = ranks.total(sum(scalars), "floating point operations, at a log, a save or the end of the training")
+        return torch.tensor(int(done))
 
     with (
         replaced(transformers.trainer, "nested_gather", gather_loss),

@@ -21,13 +21,25 @@ from xla_adapters.utils.unpickling import load_values
 EXACT_RESUME = "xla_adapters.trainer.pt"
 
 
-def save_rest(trainer: transformers.Trainer, folder: Path) -> None:
-    """Writes this state of a training into the folder of a checkpoint, as `EXACT_RESUME`; each rank its own."""
+def unlogged_loss(trainer: transformers.Trainer) -> float:
+    """The sum of losses since the last log; over ranks its mean, so that all ranks call it."""
+    if trainer._globalstep_last_logged == trainer.state.global_step:
+        return 0.0
     ranks = get_runtime().device.ranks
-    logged, total = trainer._globalstep_last_logged, 0.0
-    if logged != trainer.state.global_step:
-        (loss,) = get_runtime().transfers.to_host([trainer._tr_loss])
-        total = (loss if ranks is None else ranks.mean(loss)).item()
+    (loss,) = get_runtime().transfers.to_host([trainer._tr_loss])
+    return (loss if ranks is None else ranks.mean(loss)).item()
+
+
+def save_rest(trainer: transformers.Trainer, folder: Path, total: float) -> None:
+    """Writes this state of a training into the folder of a checkpoint, as `EXACT_RESUME`; each rank its own.
+
+    Args:
+        trainer: the trainer.
+        folder: of the checkpoint.
+        total: see `unlogged_loss`.
+    """
+    ranks = get_runtime().device.ranks
+    logged = trainer._globalstep_last_logged
     loader = trainer.callback_handler.train_dataloader
     data = loader.position.state(loader) if isinstance(loader, DeviceLoader) else None
     rest = {"loss_sum": total, "logged_at_step": logged, "step": trainer.state.global_step, "data": data}

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.optimization import GreedyLR
 from transformers.trainer_pt_utils import find_batch_size
 
-from hf_trainer.data import Inputs, count_tokens, is_one_of_several
+from hf_trainer.data import Inputs, count_tokens, gathers_on_device
 from hf_trainer.generation import GENERATION, compiled_generation
 from hf_trainer.libraries import generates_batches, generating, generating_apart, libraries_of, prepared, reads_answered
 from hf_trainer.model import ModelSharding, ParameterMoves, model_of
@@ -317,7 +317,7 @@ class TrainingSteps:
         """As `Trainer._maybe_log_save_evaluate`. Loss and gradient norm come to the host in one transfer."""
         trainer = self._trainer
         logs = trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
-        if not logs or is_one_of_several(trainer):
+        if not logs or gathers_on_device(trainer):
             self._base._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
             return
         with self._record.clock.during(STEP):
@@ -355,7 +355,7 @@ class TrainingSteps:
         kind = str(trainer.args.include_num_input_tokens_seen)
         if kind == "no":
             return
-        if not is_one_of_several(trainer) and overridden(trainer, ("_track_num_input_tokens",)) is None:
+        if not gathers_on_device(trainer) and overridden(trainer, ("_track_num_input_tokens",)) is None:
             seen = count_tokens(inputs, trainer.model, trainer.processing_class, kind)
             trainer.state.num_input_tokens_seen += seen if self._ranks is None else sum(self._ranks.ranks.gather(seen))
             return
@@ -472,7 +472,7 @@ class Evaluation:
         """As `Trainer.evaluation_loop`. The results of each batch come to the host in one transfer."""
         trainer = self._trainer
         with self._session.running():
-            if is_one_of_several(trainer):
+            if gathers_on_device(trainer):
                 return self._base.evaluation_loop(*args, **kwargs)
             ranks = get_runtime().device.ranks
             if ranks is not None:
@@ -566,7 +566,7 @@ class Evaluation:
                     if notes and step.is_replaying:
                         add_metrics(self._trainer, mode, step.promise("metrics"))
                     results: tuple[Any, Any, Any] = step.outputs(compute)
-        if not is_one_of_several(self._trainer):
+        if not gathers_on_device(self._trainer):
             results = to_host_in_one_transfer(results)
         return results if cut is None else cut(results)
 

@@ -178,7 +178,8 @@ class Run:
         lasting.enter_context(averaging_in_one_graph(self.config))
         lasting.enter_context(backward_in_step(self._trainer, self.steps, self._ranks))
         if self._ranks is not None:
-            lasting.enter_context(as_one_of(self._ranks.ranks, self._trainer))
+            saves_at_signals = self._checkpoint.save_on == "preemption"
+            lasting.enter_context(as_one_of(self._ranks.ranks, self._trainer, saves_at_signals=saves_at_signals))
         saves = SavingCallback(self._checkpoint)
         lasting.callback(saves.close)
         lasting.enter_context(self.data.followed())

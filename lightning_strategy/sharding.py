@@ -280,13 +280,26 @@ def make_sharding(
 
 
 @contextmanager
-def as_one_of(ranks: Ranks, trainer: Trainer) -> Iterator[None]:
+def as_one_of(ranks: Ranks, trainer: Trainer, *, saves_at_signals: bool) -> Iterator[None]:
     """Until the exit, the Trainer gives loaders a sampler for the rank's part, and ranks exchange on the host what no
     step computes.
 
-    Lightning asks parallel strategies only for the former. It looks for signals before each batch, by a broadcast on
-    the device that it reads, and of the first rank's signals only. torchmetrics gathers a state by several launches.
+    Lightning gives such a sampler only to strategies that it knows as parallel. For signals it broadcasts on the
+    device, in the handler, too, and ends the rank that was signalled before the others know. torchmetrics gathers a
+    state by several launches.
+
+    Args:
+        ranks: that train together.
+        trainer: of this rank.
+        saves_at_signals: whether a signal is for a save (`save_on="preemption"`), which ends the training itself.
     """
+    signals: Any = type(trainer._signal_connector)
+    was_signalled = False
+
+    def note_signal(self: Any, number: Any, frame: Any) -> None:
+        nonlocal was_signalled
+        was_signalled = True
+
     stock: Any = Trainer.distributed_sampler_kwargs
     loop: Any = type(trainer.fit_loop.epoch_loop)
 
@@ -294,7 +307,8 @@ def as_one_of(ranks: Ranks, trainer: Trainer) -> Iterator[None]:
         return trainer.strategy.distributed_sampler_kwargs if self is trainer else stock.fget(self)  # type: ignore[attr-defined]
 
     def look_for_signals(self: Any) -> None:
-        if ranks.total(bool(getattr(trainer, "received_sigterm", False)), "the signals before a batch"):
+        if not saves_at_signals and ranks.total(was_signalled, "the signals before a batch"):
+            trainer._signal_connector.received_sigterm = True
             raise SIGTERMException
 
     metric: Any = torchmetrics.metric
@@ -305,11 +319,12 @@ def as_one_of(ranks: Ranks, trainer: Trainer) -> Iterator[None]:
             return gather_on_device(result, group)
         (host,) = get_runtime().transfers.to_host([result])
         with uploading():
-            return [value.to(result.device) for value in ranks.gather(host)]
+            return [value.to(result.device) for value in ranks.gather(host, "a state of a metric")]
 
     with (
         replaced(Trainer, "distributed_sampler_kwargs", property(kwargs)),
         replaced(loop, "_broadcast_sigterm_tensor", look_for_signals),
+        replaced(signals, "_sigterm_notifier_fn", note_signal),
         replaced(metric, "gather_all_tensors", gather),
     ):
         yield
@@ -349,10 +364,10 @@ class RankHooks:
         """For `DistributedSampler`."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """As `Strategy.barrier`."""
         if self._ranks is not None:
-            self._ranks.ranks.wait()
+            self._ranks.ranks.gather(None, f"the barrier {name!r}")
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """As `Strategy.reduce_boolean_decision`: what all ranks decide, or one of them."""
@@ -363,7 +378,7 @@ class RankHooks:
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """As `Strategy.broadcast`."""
-        return obj if self._ranks is None else self._ranks.ranks.gather(obj)[src]
+        return obj if self._ranks is None else self._ranks.ranks.gather(obj, "Strategy.broadcast")[src]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean", *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.reduce`. In a step it is a part of the step's program."""
@@ -374,9 +389,10 @@ class RankHooks:
         if in_step() and get_runtime().device.owns(value):
             return reduced_in_step(value, name)
         (host,) = get_runtime().transfers.to_host([value])
-        values = torch.stack(self._ranks.ranks.gather(host))
+        values = torch.stack(self._ranks.ranks.gather(host, f"a reduction ({name}) of {list(host.shape)}"))
         if name in ("mean", "avg"):
-            host = values.float().mean(0).to(host.dtype) if host.is_floating_point() else values.float().mean(0)
+            exact = values if host.dtype in (torch.float32, torch.float64) else values.float()
+            host = exact.mean(0).to(host.dtype) if host.is_floating_point() else exact.mean(0)
         elif name == "sum":
             host = values.sum(0)
         else:
@@ -390,7 +406,7 @@ class RankHooks:
         if in_step() and get_runtime().device.owns(tensor):
             return gathered_in_step(tensor, sync_grads)
         (host,) = get_runtime().transfers.to_host([tensor])
-        return torch.stack(self._ranks.ranks.gather(host)).to(tensor.device)
+        return torch.stack(self._ranks.ranks.gather(host, "Strategy.all_gather")).to(tensor.device)
 
 
 def plan_of(sharding: ModuleSharding | None, strategy: str) -> ShardingPlan:

@@ -163,8 +163,7 @@ static PJRT_Error* destroy_executable(PJRT_LoadedExecutable_Destroy_Args* args) 
 
 // ---- a launch over several ranks ---------------------------------------------------------------
 
-static void post(PJRT_Buffer* const* buffers, size_t count) {
-  struct posted* mine = &shared->of[rank];
+static void post(struct posted* mine, PJRT_Buffer* const* buffers, size_t count) {
   if (count > MAX_ARGUMENTS) die("too many arguments");
   mine->count = count;
   size_t used = 0;
@@ -202,15 +201,14 @@ static void post(PJRT_Buffer* const* buffers, size_t count) {
 }
 
 // The arguments of another rank, on its device in this process.
-static PJRT_Buffer** received(int other, size_t count, int alone) {
-  struct posted* from = &shared->of[alone ? rank : other];
+static PJRT_Buffer** received(struct posted* own, struct posted* from, int other, size_t count) {
   // A TPU would hang.
   if (from->count != count) die("the ranks launch different programs");
   PJRT_Buffer** buffers = calloc(count + 1, sizeof *buffers);
   if (!buffers) abort();
   for (size_t i = 0; i < count; i++) {
     struct argument* argument = &from->arguments[i];
-    struct argument* mine = &shared->of[rank].arguments[i];
+    struct argument* mine = &own->arguments[i];
     if (argument->size != mine->size || argument->type != mine->type) die("the ranks launch different programs");
     PJRT_Client_BufferFromHostBuffer_Args make = {
         .struct_size = PJRT_Client_BufferFromHostBuffer_Args_STRUCT_SIZE,
@@ -259,19 +257,26 @@ static PJRT_Error* execute_together(PJRT_LoadedExecutable_Execute_Args* args, PJ
   size_t results = output_count(args->executable);
   unsigned set = 0;
   for (size_t i = 0; i < count; i++) set |= 1u << rank_of(over[i]);
-  post(args->argument_lists[0], args->num_args);
+  // A thread that launches alone leaves what the others read as it is.
+  struct posted* own = alone ? calloc(1, sizeof *own) : &shared->of[rank];
+  if (!own) abort();
+  post(own, args->argument_lists[0], args->num_args);
   if (!alone) {
     atomic_fetch_add(&shim_exchanges, 1);
     meet(set);
   }
   for (size_t i = 0; i < count; i++) {
     int other = rank_of(over[i]);
-    inputs[i] = other == rank ? (PJRT_Buffer**)args->argument_lists[0] : received(other, args->num_args, alone);
+    inputs[i] = other == rank ? (PJRT_Buffer**)args->argument_lists[0] : received(own, alone ? own : &shared->of[other], other, args->num_args);
     outputs[i] = calloc(results + 1, sizeof *outputs[i]);
     if (!outputs[i]) abort();
   }
   // Before a rank posts its next arguments.
-  if (!alone) meet(set);
+  if (alone) {
+    free(own);
+  } else {
+    meet(set);
+  }
   PJRT_LoadedExecutable_Execute_Args all = *args;
   all.argument_lists = (PJRT_Buffer* const* const*)inputs;
   all.output_lists = (PJRT_Buffer** const*)outputs;

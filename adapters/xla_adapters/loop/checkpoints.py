@@ -59,8 +59,11 @@ class ScheduledSaves:
 
     def can_still_save(self, step: int) -> bool:
         """Whether the training is to end, and there is time left for a save."""
+        if self._ranks is not None and not self._ends:
+            # The other ranks do not know of a signal yet.
+            return False
         can_save = self._preemption.can_still_save(step)
-        if self._ranks is None or not self._ends:
+        if self._ranks is None:
             return can_save
         # A rank that no signal has reached does not know how much time is left.
         return all(self._ranks.gather(can_save or not self._preemption.requested))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -21,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from xla_adapters.errors import ConfigError, RankError, XLAAdapterError
+from xla_adapters.errors import ConfigError, RankError
 from xla_adapters.utils.location import described
 
+_NEVER = timedelta(days=7)
 # That of torch.distributed.
 DEFAULT_DEADLINE = timedelta(minutes=30)
 # How long a rank that fails waits for the others to hear of it.
@@ -33,8 +35,8 @@ _KINDS = {
     _LAUNCH: "launches",
     _ERROR: "has failed",
     _END: "has ended",
-    _SUM: "begins, or exchanges a number for,",
-    _VALUE: "exchanges",
+    _SUM: "is at",
+    _VALUE: "is at",
 }
 # What is done, the program, its numbers, how many of them there are, and how long the text is.
 _HEAD = struct.Struct("<B32s16sHH")
@@ -48,9 +50,9 @@ class _Message:
     """What a rank tells the others.
 
     Attributes:
-        kind: whether it launches a program, has failed, or has ended.
+        kind: whether it launches a program, has failed, has ended, or gives a number to a sum or a value to the others.
         program: names the program.
-        numbers: names the numbers that the program is given.
+        numbers: names the numbers that the program is given; in a sum the number itself.
         text: in words.
         values: the first numbers.
     """
@@ -101,9 +103,10 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.deadline = DEFAULT_DEADLINE
         # Of their own: what a program does with the default group does not get between.
-        self._messages = dist.new_group(backend="gloo")
-        self._values = dist.new_group(backend="gloo")
-        self.for_saving: Any = dist.new_group(backend="gloo")
+        # `deadline` is the limit, which may be longer than torch's.
+        self._messages, self._values, self.for_saving = (
+            dist.new_group(backend="gloo", timeout=_NEVER) for _ in range(3)
+        )
         self.before_update: Callable[[torch.optim.Optimizer], None] = _refuse_update
         register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.before_update(optimizer))
         self._tell_uncaught_errors()
@@ -121,17 +124,18 @@ class Ranks:
 
     # ---- values on the host ----------------------------------------------------------------------
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "a value of each rank") -> list[Any]:
         """The values of all ranks, in their order. All ranks call it.
 
         Args:
             value: can be pickled.
+            what: it is, in words; the same on all ranks.
 
         Raises:
             RankError: a rank is gone, or does not come within the deadline.
         """
         values: list[Any] = [None] * self.size
-        self._waiting(lambda: dist.all_gather_object(values, value, group=self._values), "a value of each rank")
+        self._waiting(lambda: dist.all_gather_object(values, value, group=self._values), what)
         return values
 
     def first(self, value: Any) -> Any:
@@ -159,13 +163,19 @@ class Ranks:
             tensors: of the same shapes on each rank, in the same order; changed in place.
         """
         sums = [_checksum(tensor) for tensor in tensors]
-        first = self.first(sums)
-        if len(first) != len(sums):
-            raise RankError(
-                f"rank {self.rank} has a model of {len(sums)} tensors, and rank 0 one of {len(first)}: all ranks must "
-                "make the same model"
-            )
-        if all(self.gather(first == sums)):
+        each = self.gather(sums, "what is in the model")
+        first = each[0]
+        for rank, other in enumerate(each):
+            forms, of_first = ([form for *form, _, _ in sums] for sums in (other, first))
+            if forms != of_first:
+                same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(forms, of_first, strict=False))
+                raise _told(
+                    RankError(
+                        f"rank {rank} has another model than rank 0: of {len(forms)} tensors, and not {len(of_first)}, "
+                        f"or of other shapes or types from tensor {len(list(same))} on. All must make the same model"
+                    )
+                )
+        if all(sums == first for sums in each):
             return True
         for tensor in tensors:
             values = tensor.detach().contiguous()
@@ -180,7 +190,10 @@ class Ranks:
         try:
             call()
         except RuntimeError as error:
-            raise self._lost(f"exchanges {what}") from error
+            lost = self.lost_by(error)
+            if lost is None:
+                raise
+            raise lost from error
 
     # ---- launches --------------------------------------------------------------------------------
 
@@ -213,9 +226,14 @@ class Ranks:
         values: list[float] = [struct.unpack_from("<d", message.numbers)[0] for message in messages]
         return sum(values)
 
-    def failed(self, error: BaseException) -> None:
-        """Tells the other ranks that a step of this one, or what was around it, has raised an error."""
-        if self._is_over or not isinstance(error, Exception) or _was_told(error):
+    def failed(self, error: BaseException, raised_for: BaseException | None = None) -> None:
+        """Tells the other ranks that a step of this one, or what was around it, has raised an error.
+
+        Args:
+            error: which one.
+            raised_for: another error in whose place it is raised.
+        """
+        if self._is_over or not isinstance(error, Exception) or _was_told(error) or _was_told(raised_for):
             return
         vars(error)["told_to_ranks"] = True
         # The others have failed, too, or are gone; or they are busy, and hear of it when this process has ended.
@@ -293,7 +311,11 @@ def _difference(index: int, mine: _Message, other: int, theirs: _Message) -> str
     """How two ranks differ, in words."""
     if theirs.kind == _ERROR or mine.kind == _ERROR:
         failed, said = (other, theirs) if theirs.kind == _ERROR else (index, mine)
-        return f"rank {failed} has failed, and rank {other if failed == index else index} has not: {said.text}"
+        busy, doing = (index, mine) if failed == other else (other, theirs)
+        return (
+            f"rank {failed} has failed: {said.text}\n  Rank {busy}, which {_KINDS[doing.kind]} {doing.text}, would "
+            "wait for it. Start all ranks again, and resume from the newest checkpoint"
+        )
     if mine.kind != theirs.kind or mine.kind != _LAUNCH:
         return (
             f"rank {index} {_KINDS[mine.kind]}: {mine.text}. Rank {other} {_KINDS[theirs.kind]}: {theirs.text}. All "
@@ -331,6 +353,8 @@ def _refuse_update(optimizer: torch.optim.Optimizer) -> None:
 
 def _checksum(tensor: torch.Tensor) -> tuple[Any, ...]:
     value = tensor.detach().contiguous()
+    if value.storage_offset() * value.element_size() % 8:
+        value = value.clone()
     whole = value.numel() * value.element_size() // 8
     flat = value.view(-1).view(torch.uint8)
     words, rest = flat[: whole * 8].view(torch.int64), flat[whole * 8 :]
@@ -349,5 +373,5 @@ def _was_told(error: BaseException | None) -> bool:
     while error is not None:
         if "told_to_ranks" in vars(error):
             return True
-        error = error.__cause__ if isinstance(error, XLAAdapterError) else None
+        error = error.__cause__
     return False

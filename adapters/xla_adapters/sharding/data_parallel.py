@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import RankError, UnsupportedOptionError
-from xla_adapters.open_step import in_step
+from xla_adapters.open_step import in_step, open_step
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.ranks import Ranks
 from xla_adapters.runtime.transfers import uploading
@@ -161,14 +161,14 @@ def check_scheme(config: ShardingConfig | None) -> None:
 class DataParallel:
     """Averages the gradients of a model over the ranks at the end of each backward. One in a process.
 
-    It changes nothing if gradients are averaged once more, so that an accumulation is right, too: the mean of an
-    average and of what a rank has added to it. `without_exchange` saves that work.
+    Averaging a gradient a second time changes nothing, so an accumulation is right, too: it is the mean of an average
+    and of what each rank has added to it. `without_exchange` saves that work.
 
     Buffers that a step has changed get the values of the first rank, as with torch's DistributedDataParallel. So batch
     norm computes with the statistics of a rank's own rows, and its running statistics are those of the first rank's.
 
     Args:
-        ranks: that train together; None in a process that is none of several.
+        ranks: that train together; None if only one process trains.
     """
 
     def __init__(self, ranks: Ranks | None) -> None:
@@ -177,14 +177,17 @@ class DataParallel:
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
         # By `id`: tensors are compared by their values.
         self._hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        # Whose gradients the present backward has changed, and those before it without an exchange.
         self._touched: list[torch.Tensor] = []
+        self._waiting: list[torch.Tensor] = []
         self._is_held = False
         # The backward at whose end gradients will be averaged; one that fails does not come to its end.
         self._queued_for = -1
-        # Those whose gradients are averages, until they are updated.
-        self._averaged: set[int] = set()
-        # The buffers before the step.
+        # Gradients that are averages, by the `id` of their parameters; until they are updated.
+        self._averaged: dict[int, int] = {}
+        # The buffers before a step, and which one.
         self._noted: dict[tuple[int, str], tuple[int, int]] = {}
+        self._noted_in = 0
         if ranks is not None:
             ranks.before_update = self._before_update
 
@@ -218,7 +221,7 @@ class DataParallel:
             self._models[model] = None
             model.register_forward_pre_hook(self._before_forward)
         self._hook(model)
-        self._noted = {}
+        self._noted_in, self._noted = id(open_step.step), {}
         for known in self._models:
             self._note_buffers(known)
 
@@ -250,6 +253,9 @@ class DataParallel:
         # Parameters that were frozen when the model was prepared.
         self._hook(model)
         if self._ranks is not None:
+            step = id(open_step.step)
+            if self._noted_in != step:
+                self._noted_in, self._noted = step, {}
             self._note_buffers(model)
 
     def _hook(self, model: torch.nn.Module) -> None:
@@ -260,18 +266,22 @@ class DataParallel:
 
     @_only_tensors
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        self._touched.append(parameter)
         backward = torch._C._current_graph_task_id()
         if self._queued_for != backward:
             self._queued_for = backward
+            self._touched.clear()
             Variable._execution_engine.queue_callback(self._backward_ended)
+        self._touched.append(parameter)
+        self._averaged.pop(id(parameter), None)
 
     @_only_tensors
     def _backward_ended(self) -> None:
+        self._waiting += self._touched
+        self._touched.clear()
         if self._is_held:
             return
-        touched, self._touched = self._touched, []
-        once = {id(parameter): parameter for parameter in touched}
+        once = {id(parameter): parameter for parameter in self._waiting}
+        self._waiting.clear()
         self._average([parameter for parameter in once.values() if parameter.grad is not None])
         buffers = self._changed_buffers()
         with torch.no_grad():
@@ -283,7 +293,7 @@ class DataParallel:
         with torch.no_grad():
             for value, mean in zip(values, mean_over_ranks(values), strict=True):
                 value.copy_(mean)
-        self._averaged.update(map(id, parameters))
+        self._averaged.update((id(parameter), id(parameter.grad)) for parameter in parameters)
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Averages gradients that no backward has (they were assigned, or the update is within the backward).
@@ -291,9 +301,6 @@ class DataParallel:
         Raises:
             RankError: some are of parameters that this object does not know.
         """
-        if not in_step():
-            # A replayed step averages in its program, and eager gradients are averaged by their backward.
-            return
         updated = [
             parameter
             for group in optimizer.param_groups
@@ -308,8 +315,12 @@ class DataParallel:
                 "gradients are those of this rank alone, so that the ranks would go apart. They are in no model that "
                 "the trainer trains: give their module to xla_adapters.distribute_module(module, partition_fn='dp')"
             )
-        self._average([parameter for parameter in updated if id(parameter) not in self._averaged])
-        self._averaged.difference_update(map(id, updated))
+        # A replayed step averages in its program, and eager gradients are averaged by their backward.
+        if in_step():
+            averaged = self._averaged
+            self._average([each for each in updated if averaged.get(id(each)) != id(each.grad)])
+        for parameter in updated:
+            self._averaged.pop(id(parameter), None)
 
     def _changed_buffers(self) -> list[torch.Tensor]:
         """The buffers that were changed since they were noted, in the order of the models."""

@@ -186,7 +186,7 @@ def distribute_module(
     runtime = get_runtime()
     runtime.device.initialize(spmd=True)
     mesh = _own_mesh(device_mesh, runtime.device.count())
-    if runtime.device.ranks is not None or not (runtime.has_spmd or runtime.device.launched() > 1):
+    if runtime.device.ranks is not None or not runtime.has_spmd:
         return _over_ranks(module, partition_fn, mesh, input_fn or output_fn)
     if partition_fn is None or callable(partition_fn):
         placement = Placement(_partitioned(module, mesh, device_mesh, partition_fn, runtime), runtime)

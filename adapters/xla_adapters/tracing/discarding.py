@@ -56,7 +56,7 @@ class Discarding:
             # The step around this one may have ended before it (a generator that is suspended inside a step).
             self._modes.restore(compiling=self._around is open_step())
         if ranks is not None:
-            ranks.failed(error if translated is None else translated)
+            ranks.failed(error if translated is None else translated, raised_for=error)
         if translated is not None:
             hide_own_frames(error)
             raise translated from error

@@ -222,9 +222,10 @@ class TPUDevice:
         """Raises if several processes were launched, of which each would train by itself, on the same samples."""
         launched = self.launched()
         if launched > 1:
-            variable = os.environ.get("WORLD_SIZE", "is not set")
+            variable = os.environ.get("WORLD_SIZE")
+            said = "WORLD_SIZE is not set" if variable is None else f"WORLD_SIZE={variable}"
             raise UnsupportedOptionError(
-                f"{launched} processes were launched (WORLD_SIZE={variable}), and this one would train for itself, on "
+                f"{launched} processes were launched ({said}), and this one would train for itself, on "
                 "the same samples as the others. Call xla_adapters.initialize(spmd=True) first, and "
                 "distribute_module(model, partition_fn='dp') for a loop of your own; or start the script without "
                 "torchrun or accelerate launch"

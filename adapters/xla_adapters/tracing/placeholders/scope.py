@@ -156,22 +156,19 @@ class PlaceholderScope(StepScope):
                 self._ran(trace, program)
                 return NOTHING_COMPILED
             check_graph(self.name, self.config, call, self.history, program.key)
-            self._tell_ranks(trace, program)
+            if self._runtime.device.ranks is not None and program.has_collectives:
+                self.told_ranks = f"the step {self.name!r} ({self.signature})"
             self._before_run(trace, program)
             with compile_progress(self.name, self.history, call):
                 run = program.compiled(self.name)
             self._end_trace()
+            if self._runtime.device.ranks is not None and self.told_ranks:
+                self._runtime.device.ranks.launches(program.key, trace.numbers.values, self.told_ranks)
             results = run(trace.values(program))
             self._breaks.executing = True
             trace.settle(program, results)
             self._ran(trace, program)
         return meter.report(self.operations)
-
-    def _tell_ranks(self, trace: Trace, program: Program) -> None:
-        ranks = self._runtime.device.ranks
-        if ranks is not None and program.has_collectives:
-            self.told_ranks = f"the step {self.name!r} ({self.signature})"
-            ranks.launches(program.key, trace.numbers.values, self.told_ranks)
 
     def _before_run(self, trace: Trace, program: Program) -> None:
         """Called when the call is traced and not executed yet."""
