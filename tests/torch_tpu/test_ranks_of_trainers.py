@@ -405,11 +405,12 @@ def _fit(
     dropout: float = 0.0,
     kind: type[_Module] = _Module,
     callbacks: tuple[pl.Callback, ...] = (),
+    xla: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     counted = _Counted()
-    device: dict[str, Any] = {"accelerator": "cpu"} if on_cpu else {"strategy": XLAEagerStrategy()}
+    device: dict[str, Any] = {"accelerator": "cpu"} if on_cpu else {"strategy": XLAEagerStrategy(**(xla or {}))}
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(
         default_root_dir=folder or tempfile.mkdtemp(),
@@ -460,6 +461,28 @@ def test_a_resumed_fit_goes_on_exactly(tmp_path: Path) -> None:
     for before, after in zip(whole, resumed, strict=True):
         assert after["losses"] == before["losses"][5:]
         assert all(torch.equal(value, before["weights"][name]) for name, value in after["weights"].items())
+
+
+class _Terminating(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3 and rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _terminated_fit(folder: str, saves: bool) -> tuple[str, int, int]:
+    checkpoint = {"save_on": "preemption"} if saves else {}
+    stepped = _Counted()
+    try:
+        _fit(folder=folder, callbacks=(_Terminating(), stepped), xla={"checkpoint": checkpoint})
+    except SystemExit as left:
+        return type(left).__name__, len(stepped.seen), len(list(Path(folder).rglob("*.ckpt")))
+    return "nothing", 0, 0
+
+
+@pytest.mark.parametrize(("saves", "ends_with"), [(True, "SystemExit"), (False, "SIGTERMException")])
+def test_a_signal_to_one_rank_ends_the_fit_of_all(tmp_path: Path, saves: bool, ends_with: str) -> None:
+    found = on_ranks(2, functools.partial(_terminated_fit, str(tmp_path), saves))
+    assert found == [(ends_with, 3, int(saves))] * 2
 
 
 class _Undecided(_Module):
