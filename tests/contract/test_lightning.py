@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torchmetrics
+import torchmetrics.metric
 from lightning.fabric import fabric, wrappers
 from lightning.fabric.connector import _Connector, _convert_precision_to_unified_args
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
@@ -23,6 +24,7 @@ from lightning.pytorch.trainer import call, setup
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt, _interrupt
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.logger_connector import logger_connector, result
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torchmetrics.aggregation import BaseAggregator
 
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
@@ -213,3 +215,16 @@ def test_a_wrapper_of_checkpoint_plugins_passes_on_what_it_is_given() -> None:
     outer.checkpoint_io = writer
     assert outer.checkpoint_io is inner
     assert inner.checkpoint_io is writer
+
+
+def test_what_is_replaced_for_ranks() -> None:
+    """The sampler's arguments, how signals are looked for and noted, and how a metric gathers its state."""
+    assert isinstance(vars(Trainer)["distributed_sampler_kwargs"], property)
+    loop = inspect.getsource(_TrainingEpochLoop.advance)
+    assert "self._broadcast_sigterm_tensor()" in loop
+    assert "self.trainer.world_size > 1" in loop
+    notified = inspect.getsource(_SignalConnector._sigterm_notifier_fn)
+    assert "self.received_sigterm = True" in notified
+    assert "_sigterm_notifier_fn" in inspect.getsource(_SignalConnector.register_signal_handlers)
+    assert "dist_sync_fn = gather_all_tensors" in inspect.getsource(torchmetrics.metric.Metric.sync)
+    assert list(inspect.signature(Strategy.reduce_boolean_decision).parameters) == ["self", "decision", "all"]

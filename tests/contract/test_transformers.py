@@ -333,3 +333,17 @@ def test_the_states_of_accelerate_are_shared() -> None:
         source = inspect.getsource(kind.__init__)
         assert "self.__dict__ = self._shared_state" in source
         assert not kind._shared_state
+
+
+def test_what_is_replaced_for_ranks() -> None:
+    """The loss that is logged, the operations that are counted, and the factor of a loss that is a common mean."""
+    logs = inspect.getsource(Trainer._maybe_log_save_evaluate)
+    assert "nested_gather(tr_loss, self.args.parallel_mode).mean().item()" in logs
+    assert "distributed_broadcast_scalars([self.current_flos], device=" in inspect.getsource(Trainer.store_flos)
+    assert callable(transformers.trainer.distributed_broadcast_scalars)
+    loss = inspect.getsource(Trainer.compute_loss)
+    assert loss.count("loss *= ") == 1
+    assert "self.accelerator.num_processes // self.get_tp_size()" in loss
+    assert "self.accelerator.gather(num_items_in_batch.to(device)).sum()" in inspect.getsource(
+        Trainer._get_num_items_in_batch
+    )
