@@ -25,9 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xla_adapters.errors import ConfigError, RankError
 from xla_adapters.utils.location import described
 
-_NEVER = timedelta(days=7)
-# That of torch.distributed.
-DEFAULT_DEADLINE = timedelta(minutes=30)
+# That of torch.distributed, which no wait exceeds.
+_LONGEST_WAIT = timedelta(minutes=30)
 # How long a rank that fails waits for the others to hear of it.
 _GOODBYE = timedelta(seconds=5)
 _LAUNCH, _ERROR, _END, _SUM, _VALUE = range(5)
@@ -94,23 +93,28 @@ class Ranks:
     Attributes:
         rank: of this process, from 0.
         size: number of ranks.
-        deadline: how long a rank waits for the others.
         before_update: called with an optimizer that is about to step.
         for_saving: a group of torch that only a save, perhaps in the background, uses.
     """
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.deadline = DEFAULT_DEADLINE
+        self._deadline = _LONGEST_WAIT
         # Of their own: what a program does with the default group does not get between.
-        # `deadline` is the limit, which may be longer than torch's.
-        self._messages, self._values, self.for_saving = (
-            dist.new_group(backend="gloo", timeout=_NEVER) for _ in range(3)
-        )
+        self._messages, self._values, self.for_saving = (dist.new_group(backend="gloo") for _ in range(3))
         self.before_update: Callable[[torch.optim.Optimizer], None] = _refuse_update
         register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.before_update(optimizer))
         self._tell_uncaught_errors()
         self._is_over = False
+
+    @property
+    def deadline(self) -> timedelta:
+        """How long a rank waits for the others; at most 30 minutes."""
+        return self._deadline
+
+    @deadline.setter
+    def deadline(self, given: timedelta) -> None:
+        self._deadline = min(given, _LONGEST_WAIT)
 
     def _tell_uncaught_errors(self) -> None:
         """Has an error that ends this process told to the others, for loops of one's own."""
