@@ -334,7 +334,7 @@ class SafeCheckpoints:
         ranks = get_runtime().device.ranks
         if ranks is not None:
             # All save, or it is an error.
-            ranks.total(1, f"the save after step {state.global_step}")
+            ranks.wait(f"the save after step {state.global_step}")
         self._unlogged = unlogged_loss(self._trainer)
         self.settle()
         root = self._base._get_output_dir(trial)

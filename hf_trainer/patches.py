@@ -24,6 +24,7 @@ import transformers.trainer_pt_utils
 from accelerate import DistributedType, PartialState
 from accelerate.state import AcceleratorState
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -276,7 +277,7 @@ class _ScalesByUse(TorchFunctionMode):
         self._are_used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._items is not None and any(value is self._items for value in (*args, *(kwargs or {}).values())):
+        if self._items is not None and any(value is self._items for value in tree_leaves((args, kwargs))):
             self._are_used = True
         # `loss *= ...`
         is_theirs = sys._getframe(1).f_code is transformers.Trainer.compute_loss.__code__
@@ -301,6 +302,9 @@ def losses_of_ranks(trainer: Trainer, *, trains: bool) -> Iterator[None]:
     @functools.wraps(method)
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
         items = args[3] if len(args) > 3 else kwargs.get("num_items_in_batch")
+        if trains and not isinstance(items, torch.Tensor):
+            # Nothing tells whether a plain number is used.
+            return method(*args, **kwargs)
         with _ScalesByUse(items if trains else None):
             return method(*args, **kwargs)
 

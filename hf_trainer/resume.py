@@ -27,7 +27,7 @@ def unlogged_loss(trainer: transformers.Trainer) -> float:
         return 0.0
     ranks = get_runtime().device.ranks
     (loss,) = get_runtime().transfers.to_host([trainer._tr_loss])
-    return (loss if ranks is None else ranks.mean(loss)).item()
+    return loss.item() if ranks is None else ranks.total(loss.item(), "the loss to save") / ranks.size
 
 
 def save_rest(trainer: transformers.Trainer, folder: Path, total: float) -> None:

@@ -477,7 +477,7 @@ class Evaluation:
             ranks = get_runtime().device.ranks
             if ranks is not None:
                 # All evaluate, or it is an error.
-                ranks.total(1, f"an evaluation after step {trainer.state.global_step}")
+                ranks.wait(f"an evaluation after step {trainer.state.global_step}")
             with (
                 self._preprocessing_in_step(),
                 self._inputs.staying_on_host(True),

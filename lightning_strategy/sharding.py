@@ -367,7 +367,7 @@ class RankHooks:
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """As `Strategy.barrier`."""
         if self._ranks is not None:
-            self._ranks.ranks.gather(None, f"the barrier {name!r}")
+            self._ranks.ranks.wait(f"the barrier {name!r}")
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """As `Strategy.reduce_boolean_decision`: what all ranks decide, or one of them."""

@@ -402,9 +402,9 @@ class LoopSteps(Callback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """As at the end of an epoch; no further batch is loaded, and all ranks must have taken as many steps."""
         self._stalls.stop()
+        self._driver.end(replays=False)
         if self._ranks is not None:
             self._ranks.ranks.ends(f"fit(), after {self._trainer.global_step} steps")
-        self._driver.end(replays=False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Discards the step, so that other callbacks find the values of before it."""

@@ -459,7 +459,7 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
         self._report.evaluation_begins()
         if self._ranks is not None:
             # All validate, or it is an error.
-            self._ranks.ranks.total(1, "a validation")
+            self._ranks.ranks.wait("a validation")
         self.run.steps.begin_evaluation()
 
     def on_validation_end(self) -> None:

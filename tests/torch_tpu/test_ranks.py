@@ -253,6 +253,31 @@ def test_a_model_that_was_not_distributed_is_no_part_of_an_update() -> None:
         assert said.startswith("SGD is about to update 4 parameters (of the shapes [16, 8], [16], [4, 16])"), said
 
 
+def _zeroed(on_one: bool) -> dict[str, torch.Tensor]:
+    """A backward whose gradients are dropped, and others assigned in their place."""
+    model: Any = _net() if on_one else _distributed(_net())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    for batch in _batches(3):
+        rows = batch if on_one else _part(batch).to("tpu")
+        with contextlib.nullcontext() if on_one else xla_adapters.step():
+            model(rows).sum().backward()
+            optimizer.zero_grad()
+            gradients = torch.autograd.grad(model(rows).square().mean(), parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            del gradients
+            optimizer.step()
+    return _weights(model)
+
+
+def test_gradients_that_replace_averages_are_averaged() -> None:
+    expected = run_in_child(functools.partial(_zeroed, True))
+    for weights in on_ranks(2, functools.partial(_zeroed, False)):
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
+
+
 def _undistributed() -> str:
     xla_adapters.initialize(spmd=True)
     model = _net().to("tpu")

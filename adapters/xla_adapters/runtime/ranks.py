@@ -142,23 +142,16 @@ class Ranks:
         self._waiting(lambda: dist.all_gather_object(values, value, group=self._values), what)
         return values
 
-    def first(self, value: Any) -> Any:
-        """The value of the first rank. All ranks call it."""
-        values = [value]
-        self._waiting(
-            lambda: dist.broadcast_object_list(values, src=0, group=self._values), "a value of the first rank"
-        )
-        return values[0]
+    def wait(self, what: str) -> None:
+        """Waits until all ranks have come to the same place.
 
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks of a tensor on the host."""
-        total = value.detach().clone()
-        self._waiting(lambda: dist.all_reduce(total, group=self._values), "a mean over the ranks")
-        return total / self.size
+        Args:
+            what: it is, in words; the same on all ranks.
 
-    def wait(self) -> None:
-        """Waits until all ranks have come here."""
-        self.gather(None)
+        Raises:
+            RankError: another rank is elsewhere; says where.
+        """
+        self._exchange(_Message(_VALUE, text=what), self.deadline)
 
     def same_values(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Gives tensors on the host the values of the first rank; returns whether they had them already.
@@ -190,7 +183,7 @@ class Ranks:
 
     def _waiting(self, call: Callable[[], Any], what: str) -> None:
         # So that an error of another rank is heard of.
-        self._exchange(_Message(_VALUE, text=what), self.deadline)
+        self.wait(what)
         try:
             call()
         except RuntimeError as error:

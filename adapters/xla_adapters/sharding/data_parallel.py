@@ -184,10 +184,11 @@ class DataParallel:
         # The backward at whose end gradients will be averaged; one that fails does not come to its end.
         self._queued_for = -1
         # Gradients that are averages, by the `id` of their parameters; until they are updated.
-        self._averaged: dict[int, int] = {}
-        # The buffers before a step, and which one.
-        self._noted: dict[tuple[int, str], tuple[int, int]] = {}
-        self._noted_in = 0
+        self._averaged: dict[int, torch.Tensor] = {}
+        # The buffers before a step with their versions, and which step. The buffers themselves: a later one can get the
+        # `id` of one that is gone.
+        self._noted: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
+        self._noted_in: weakref.ref[object] | None = None
         if ranks is not None:
             ranks.before_update = self._before_update
 
@@ -221,7 +222,7 @@ class DataParallel:
             self._models[model] = None
             model.register_forward_pre_hook(self._before_forward)
         self._hook(model)
-        self._noted_in, self._noted = id(open_step.step), {}
+        self._begin_notes()
         for known in self._models:
             self._note_buffers(known)
 
@@ -253,9 +254,8 @@ class DataParallel:
         # Parameters that were frozen when the model was prepared.
         self._hook(model)
         if self._ranks is not None:
-            step = id(open_step.step)
-            if self._noted_in != step:
-                self._noted_in, self._noted = step, {}
+            if (None if self._noted_in is None else self._noted_in()) is not open_step.step:
+                self._begin_notes()
             self._note_buffers(model)
 
     def _hook(self, model: torch.nn.Module) -> None:
@@ -293,7 +293,7 @@ class DataParallel:
         with torch.no_grad():
             for value, mean in zip(values, mean_over_ranks(values), strict=True):
                 value.copy_(mean)
-        self._averaged.update((id(parameter), id(parameter.grad)) for parameter in parameters)
+        self._averaged.update((id(parameter), parameter.grad) for parameter in parameters if parameter.grad is not None)
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Averages gradients that no backward has (they were assigned, or the update is within the backward).
@@ -318,7 +318,7 @@ class DataParallel:
         # A replayed step averages in its program, and eager gradients are averaged by their backward.
         if in_step():
             averaged = self._averaged
-            self._average([each for each in updated if averaged.get(id(each)) != id(each.grad)])
+            self._average([each for each in updated if averaged.get(id(each)) is not each.grad])
         for parameter in updated:
             self._averaged.pop(id(parameter), None)
 
@@ -333,18 +333,22 @@ class DataParallel:
             if buffer is not None
             and get_runtime().device.owns(buffer)
             # torch_tpu's batch norm leaves the version of its statistics as it is.
-            and (_is_training_norm(module) or noted.get((id(module), name), _now(buffer)) != _now(buffer))
+            and (_is_training_norm(module) or _is_changed(buffer, noted.get((id(module), name))))
         ]
+
+    def _begin_notes(self) -> None:
+        step = open_step.step
+        self._noted_in, self._noted = None if step is None else weakref.ref(step), {}
 
     def _note_buffers(self, model: torch.nn.Module) -> None:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    self._noted.setdefault((id(module), name), _now(buffer))
+                    self._noted.setdefault((id(module), name), (buffer, buffer._version))
 
 
-def _now(buffer: torch.Tensor) -> tuple[int, int]:
-    return id(buffer), buffer._version
+def _is_changed(buffer: torch.Tensor, noted: tuple[torch.Tensor, int] | None) -> bool:
+    return noted is not None and (noted[0] is not buffer or noted[1] != buffer._version)
 
 
 def _is_training_norm(module: torch.nn.Module) -> bool:
