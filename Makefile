@@ -12,7 +12,8 @@ TPU_BIN := $(TPU_VENV)/bin
 TPU_STAMP := $(TPU_VENV)/.installed
 
 .PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow test-long test-untuned test-untuned-apart \
-	test-untuned-rest test-torch-tpu test-torch-tpu-apart test-torch-tpu-rest bench-torch-tpu lint docs bench clean
+	test-untuned-rest test-torch-tpu test-torch-tpu-apart test-torch-tpu-rest test-package test-versions test-oldest test-newest \
+	bench-torch-tpu lint docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.byte_lm
@@ -86,6 +87,18 @@ test-torch-tpu-apart:
 test-torch-tpu-rest:
 	$(TPU_BIN)/python -m pytest tests/torch_tpu $(ON_BOTH)
 
+# What is built, installed in fresh environments of each Python that there is.
+test-package: $(STAMP)
+	$(BIN)/python -m pytest -m 'slow or long' tests/package
+
+# The adapters with the oldest and with the newest libraries that pyproject.toml allows, each in an environment of its own.
+VERSIONED := $(addprefix tests/,contract hf_trainer lightning_strategy adapters test_requirements.py)
+
+test-versions: test-oldest test-newest
+
+test-oldest test-newest: test-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest $(VERSIONED)
+
 bench-torch-tpu: $(TPU_STAMP)
 	$(TPU_BIN)/python -m benchmarks.torch_tpu --check
 	$(TPU_BIN)/python -m benchmarks.warm_start --check
@@ -100,7 +113,7 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 # All of them, even if an earlier one missed a target.
-BENCHMARKS := step_counts "step_counts --lightning" modes ecosystem "ecosystem --architectures" "ecosystem --bf16" operators explain sharding checkpoint "crash --peers" \
+BENCHMARKS := step_counts "step_counts --lightning" modes ecosystem "ecosystem --architectures" "ecosystem --bf16" "ecosystem --multimodal" operators explain sharding checkpoint "crash --peers" \
 	replay_coverage verification host_overhead models memory compile_time warm_start shapes input_wait
 
 bench: $(BENCH_STAMP)
@@ -129,5 +142,14 @@ $(TPU_STAMP): pyproject.toml constraints-torch-tpu.txt $(PLUGIN)
 		--build-constraint constraints-torch-tpu.txt --editable '.[torch-tpu-dev]'
 	touch $(TPU_STAMP)
 
+# Resolved anew each time that it is installed.
+.venv-oldest/.installed: RESOLUTION := lowest-direct
+.venv-newest/.installed: RESOLUTION := highest
+.venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: pyproject.toml $(PLUGIN)
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet uv
+	.venv-$*/bin/python -m uv pip install --quiet --python .venv-$*/bin/python --upgrade --resolution $(RESOLUTION) --editable '.[dev]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(TPU_VENV) runs build
+	rm -rf $(VENV) $(TPU_VENV) .venv-oldest .venv-newest runs build

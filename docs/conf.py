@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -39,6 +40,15 @@ napoleon_use_ivar = True
 def setup(app: Any) -> None:
     """Reads the docstrings as they are written."""
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=100)
+    app.connect("build-finished", _write_list_of_pages)
+
+
+def _write_list_of_pages(app: Any, error: Exception | None) -> None:
+    # For language models. On the site its links lead to the pages' sources.
+    if error is None and app.builder.format == "html":
+        text = Path(app.srcdir, "llms.txt").read_text(encoding="utf-8")
+        linked = re.sub(r"\]\(([^)]+\.md)\)", r"](_sources/\1.txt)", text)
+        Path(app.outdir, "llms.txt").write_text(linked, encoding="utf-8")
 
 
 def _as_restructured_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

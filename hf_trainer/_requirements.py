@@ -1,17 +1,18 @@
-"""Done before the frameworks are imported: says which extra is missing, where their import would name a module."""
+"""Done before the frameworks are imported: says which extra is missing, and which version was not tested."""
 
 from importlib.util import find_spec
 
 from xla_adapters.runtime import get_runtime
+from xla_adapters.utils.patching import warn_of_untested
 
 
 def require(module: str, extra: str, **libraries: str) -> None:
-    """Raises if a library that a module imports is missing.
+    """Raises if a library that a module imports is missing; warns if it is of a version that was not tested.
 
     Args:
         module: the module.
         extra: of this package, which installs the libraries.
-        libraries: by the name of the import what to call them, with the versions that are tested.
+        libraries: by the name of the import what to call them.
 
     Raises:
         ImportError: names what is missing, and the command that installs it.
@@ -21,6 +22,7 @@ def require(module: str, extra: str, **libraries: str) -> None:
             f"{module} needs {' and '.join(missing)}; install {'them' if missing[1:] else 'it'} with: "
             f"pip install 'xla-adapters[{extra}]'"
         )
+    warn_of_untested(extra, libraries)
 
 
 require("hf_trainer", "hf", transformers="transformers", accelerate="accelerate")

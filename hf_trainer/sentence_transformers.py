@@ -6,7 +6,7 @@
 
 from hf_trainer._requirements import require
 
-require("hf_trainer.sentence_transformers", "ecosystem", sentence_transformers="sentence-transformers 6.2")
+require("hf_trainer.sentence_transformers", "ecosystem", sentence_transformers="sentence-transformers")
 
 import sentence_transformers
 

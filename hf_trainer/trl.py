@@ -4,7 +4,7 @@
 
 from hf_trainer._requirements import require
 
-require("hf_trainer.trl", "ecosystem", trl="TRL 1.16")
+require("hf_trainer.trl", "ecosystem", trl="TRL")
 
 import trl
 

@@ -1,4 +1,4 @@
-"""Importing an adapter without its framework says which extra to install."""
+"""Importing an adapter says which extra to install where its framework is missing, and which version was not tested."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 
 import pytest
 
 from hf_trainer import _requirements
 from tests.architecture import ROOT
+from xla_adapters.errors import LibraryVersionWarning
+from xla_adapters.utils import patching
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 @pytest.mark.parametrize(
@@ -34,9 +39,7 @@ def test_the_extra_is_named(package: str, missing: str, extra: str) -> None:
     assert f"pip install '{extra}'" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("module", "said"), [("trl", "TRL 1.16"), ("sentence_transformers", "sentence-transformers 6.2")]
-)
+@pytest.mark.parametrize(("module", "said"), [("trl", "TRL"), ("sentence_transformers", "sentence-transformers")])
 def test_the_extra_of_a_library_is_named(module: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_requirements, "find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, f"hf_trainer.{module}", raising=False)
@@ -47,10 +50,32 @@ def test_the_extra_of_a_library_is_named(module: str, said: str, monkeypatch: py
     )
 
 
-def test_the_versions_that_are_named_are_those_of_the_extra() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["ecosystem"]
-    for module, library in (("trl", "trl"), ("sentence_transformers", "sentence-transformers")):
-        said = re.search(r'="[\w-]+ ([\d.]+)"\)', (ROOT / "hf_trainer" / f"{module}.py").read_text())
-        (wanted,) = (extra for extra in extras if extra.startswith(library))
-        assert said is not None
-        assert re.search(r"[=>]=([\d]+\.[\d]+)", wanted)[1] == said[1]  # type: ignore[index]
+@pytest.mark.parametrize(
+    ("extra", "library", "untested"),
+    [
+        ("hf", "transformers", "5.0.3"),
+        ("lightning", "lightning", "2.9.1"),
+        ("ecosystem", "sentence_transformers", "1.0"),
+    ],
+)
+def test_a_version_that_was_not_tested_is_named(
+    extra: str, library: str, untested: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = library.replace("_", "-")
+    (line,) = (line for line in EXTRAS[extra] if line.startswith(f"{name}>="))
+    stated = [f'{line}; extra == "{extra}"', f'{name}==1.1; extra == "other"']
+    monkeypatch.setattr(patching, "requires", lambda _: stated)
+    monkeypatch.setattr(patching, "version", lambda _: untested)
+    with pytest.warns(LibraryVersionWarning) as warned:
+        patching.warn_of_untested(extra, [library])
+    (one,) = warned
+    assert f"{name} {untested} is installed; xla-adapters was tested with " in str(one.message)
+    assert {*line.removeprefix(name).split(",")} == {*re.findall(r"[<>=]+[\d.]*\d", str(one.message))}
+    assert f"pip install 'xla-adapters[{extra}]'" in str(one.message)
+
+
+def test_nothing_is_said_of_the_versions_that_are_installed_here() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for extra, libraries in (("hf", ("transformers", "accelerate")), ("lightning", ("lightning",))):
+            patching.warn_of_untested(extra, libraries)

@@ -373,7 +373,7 @@ def test_a_mistake_names_the_key(
 def test_a_library_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_requirements, "find_spec", lambda name: None)
     sys.modules.pop("hf_trainer.trl", None)
-    with pytest.raises(ConfigError, match=r"dpo.yaml: task: hf_trainer.trl needs TRL 1.16; install it with"):
+    with pytest.raises(ConfigError, match=r"dpo.yaml: task: hf_trainer.trl needs TRL; install it with"):
         recipes.train(str(_RECIPES / "dpo.yaml"))
     with pytest.raises(ConfigError, match=r"vit.yaml: dataset: a recipe needs datasets; install it with"):
         recipes.train(str(_RECIPES / "vit.yaml"))

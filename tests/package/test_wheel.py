@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+# As the workflow of releases sets it.
+REPOSITORY, ADDRESS = "XLA_ADAPTERS_REPOSITORY", "https://example.org/somebody/xla-adapters"
 PACKAGES = {"xla_adapters", "hf_trainer", "lightning_strategy"}
 _PYTHON = "Programming Language :: Python :: "
 VERSIONS = [text.removeprefix(_PYTHON) for text in PROJECT["classifiers"] if text.startswith(f"{_PYTHON}3.")]
@@ -53,7 +57,7 @@ def _interpreter(version: str) -> str | None:
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The wheel, built from the sdist; and the sdist."""
     folder = tmp_path_factory.mktemp("dist")
-    _uv("build", "--build-constraint", CONSTRAINTS, "--out-dir", folder, ROOT)
+    _uv("build", "--build-constraint", CONSTRAINTS, "--out-dir", folder, ROOT, env={REPOSITORY: ADDRESS})
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
 
@@ -83,12 +87,44 @@ def test_without_a_compiler_there_is_a_wheel_for_each_platform(tmp_path: Path) -
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if ".so" in name]
 
 
-def test_the_sdist_has_what_builds_the_wheel_and_nothing_else(built: tuple[Path, Path]) -> None:
+def test_the_sdist_has_what_git_has(built: tuple[Path, Path]) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("not a clone of the repository")
     with tarfile.open(built[1]) as archive:
-        paths = [Path(name).parts[1:] for name in archive.getnames()]
-    files = {"LICENSE", "README.md", "PKG-INFO", "pyproject.toml", ".gitignore"}
-    assert {path[0] for path in paths} == {"adapters", "hf_trainer", "lightning_strategy", *files}
-    assert ("adapters", "xla_adapters", "py.typed") in paths
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    kept = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
+    assert names == {*kept, "PKG-INFO"}
+
+
+def test_the_page_of_an_index_has_absolute_links(built: tuple[Path, Path]) -> None:
+    metadata = message_from_bytes(
+        zipfile.ZipFile(built[0]).read(f"xla_adapters-{PROJECT['version']}.dist-info/METADATA")
+    )
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL", []))
+    assert {"Repository", "Documentation", "Changelog", "Issues"} == {*urls}
+    text, tag = metadata.get_payload(), f"v{PROJECT['version']}"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert isinstance(text, str)
+    targets = [*re.findall(r"\]\(([^)]+)\)", text), *re.findall(r'src="([^"]+)"', text)]
+    of_ours = re.compile(f"{re.escape(ADDRESS)}/(?:blob|raw)/{re.escape(tag)}/([^#]+)")
+    files = [found[1] for target in (*targets, *urls.values()) if (found := of_ours.match(target))]
+    assert len(files) > 20
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    assert [target for target in targets if not target.startswith("https://")] == []
+
+
+def test_links_stay_as_they_are_where_nobody_says_where_the_repository_is(tmp_path: Path) -> None:
+    _uv("build", "--sdist", "--build-constraint", CONSTRAINTS, "--out-dir", tmp_path, ROOT, env={REPOSITORY: ""})
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        file = archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/PKG-INFO")
+        assert file is not None
+        metadata = message_from_bytes(file.read())
+    assert metadata.get_all("Project-URL") is None
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()  # type: ignore[union-attr]
 
 
 @pytest.mark.timeout(1200)

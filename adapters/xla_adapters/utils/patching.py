@@ -1,19 +1,32 @@
-"""Changes for the time of a block: of an attribute, of the recursion limit, of what reaches standard output."""
+"""Changes for the time of a block: of an attribute, of the recursion limit, of what reaches standard output.
+
+And whether the libraries whose attributes are replaced are of versions for which that was tested.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, MutableMapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import cache, wraps
+from importlib.metadata import PackageNotFoundError, requires, version
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
+
+from xla_adapters.errors import LibraryVersionWarning
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets `owner.name` to `value` inside the context; at the exit `owner` has its former value, or none of its own."""
+    """Sets `owner.name` to `value` inside the context; at the exit `owner` has its former value, or none of its own.
+
+    Where a module or a class has nothing to replace, a `LibraryVersionWarning` says so, once for each name.
+    """
+    if isinstance(owner, (type, ModuleType)) and not hasattr(owner, name):
+        _warn_of_missing(owner.__module__ if isinstance(owner, type) else owner.__name__, name)
     is_own = name in vars(owner)
     original = vars(owner).get(name)
     # Inside: Ctrl-C may come as soon as it is set.
@@ -25,6 +38,49 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, original)
         elif name in vars(owner):
             delattr(owner, name)
+
+
+@cache
+def _warn_of_missing(module: str, name: str) -> None:
+    library = module.partition(".")[0]
+    warnings.warn(
+        f"{library} {_version(library) or ''} has no {name} in {module}, which xla-adapters replaces: what it does "
+        "there is off",
+        LibraryVersionWarning,
+        stacklevel=2,
+    )
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def warn_of_untested(extra: str, libraries: Iterable[str]) -> None:
+    """Gives a `LibraryVersionWarning` for each library of a version that was not tested.
+
+    Args:
+        extra: of this package, which names the versions that were.
+        libraries: by the names of their imports.
+    """
+    # What asks for it are libraries that need `packaging` themselves.
+    from packaging.requirements import Requirement
+
+    names = {name.replace("_", "-"): name for name in libraries}
+    for stated in map(Requirement, requires("xla-adapters") or ()):
+        installed = _version(stated.name) if stated.name in names else None
+        if installed is None or stated.marker is None or not stated.marker.evaluate({"extra": extra}):
+            continue
+        if not stated.specifier.contains(installed, prereleases=True):
+            warnings.warn(
+                f"{stated.name} {installed} is installed; xla-adapters was tested with {stated.specifier}. What it "
+                f"replaces there may have changed. To install a version that was tested: pip install "
+                f"'xla-adapters[{extra}]'",
+                LibraryVersionWarning,
+                stacklevel=2,
+            )
 
 
 @contextmanager
