@@ -7,8 +7,10 @@ from another; adapters of PEFT are shown for the models that people adapt.
 from __future__ import annotations
 
 from benchmarks.ecosystem import with_lightning, with_sentences, with_transformers, with_trl
+from benchmarks.ecosystem.audio import AUDIO
 from benchmarks.ecosystem.cell import Cell
 from benchmarks.ecosystem.detection import HUNGARIAN, PADDED
+from benchmarks.ecosystem.detectors import DETECTORS
 from benchmarks.ecosystem.graph_models import GCN_NORMALIZED, GCN_NORMALIZING
 from benchmarks.ecosystem.image_models import (
     SEGMENTATION,
@@ -19,6 +21,7 @@ from benchmarks.ecosystem.image_models import (
     UNET_CONDITION,
 )
 from benchmarks.ecosystem.model import of_transformers
+from benchmarks.ecosystem.vision_language import VISION_LANGUAGE
 
 DECODER = of_transformers("decoder (Llama)", "Llama (padded)")
 ENCODER = of_transformers("encoder (BERT)", "BERT (padded)")
@@ -47,3 +50,8 @@ def cells() -> list[Cell]:
         *with_lightning.trainer(EVERY_MODEL),
         *with_lightning.fabric(EVERY_MODEL),
     ]
+
+
+def multimodal() -> list[Cell]:
+    """transformers' Trainer with models of images and texts, of sound, and of objects in pictures."""
+    return with_transformers.plain((*VISION_LANGUAGE, *AUDIO, *DETECTORS))

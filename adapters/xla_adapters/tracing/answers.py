@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 
 from xla_adapters.runtime import Runtime
-from xla_adapters.runtime.transfers import note_upload
+from xla_adapters.runtime.transfers import keep_floats, note_upload
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, DeferredNumbers
 from xla_adapters.tracing.host_values import HostValue
-from xla_adapters.tracing.library_reads import LibraryReads, MaskedSelection, with_selections
+from xla_adapters.tracing.library_reads import (
+    LibraryReads,
+    MaskedSelection,
+    only_clamps,
+    value_that_passes,
+    with_selections,
+)
 from xla_adapters.tracing.reads_on_host import ReadsOnHost
 from xla_adapters.utils.nested_values import replaced
 from xla_adapters.utils.torch_modes import device_type
@@ -19,6 +26,7 @@ from xla_adapters.utils.torch_modes import device_type
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
 NO_ANSWER: Final = object()
+_FOR_MESSAGES = frozenset({_Tensor.__format__, _Tensor.__repr__})
 _UPLOADS = frozenset({_Tensor.to, torch.tensor, torch.as_tensor, torch.scalar_tensor})
 
 
@@ -51,7 +59,7 @@ class Answers:
 
     Attributes:
         deferred: the numbers that are read after the step.
-        on_host: notes what is read on the host; None if the step will not be replayed. An answer that is not noted
+        noted: notes what is read on the host; None if the step will not be replayed. An answer that is not noted
             counts as a break (`breaks.found`), because a replay would take what this batch has for that of every batch.
     """
 
@@ -59,11 +67,57 @@ class Answers:
         self._reads = reads
         self._breaks = breaks
         self._runtime = runtime
-        self.on_host: ReadsOnHost | None = None
+        self.noted: ReadsOnHost | None = None
         self._keeps_numbers = False
         self.deferred = DeferredNumbers(
             runtime, lambda tensor: breaks.on_read("a number that the step has not computed yet", tensor), breaks.ends
         )
+        reads.host_values.fetching = None if runtime.has_placeholders else self._fetching
+
+    def _fetching(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """What fetches a tensor of the batch from the device; None if the step has written to it."""
+        if self._runtime.tracing.is_pending(tensor):
+            return None
+        with torch._C.DisableTorchFunction():
+            # As it is now: the step may write to it later.
+            value = self._runtime.values.snapshot(tensor)
+
+        def fetch() -> torch.Tensor:
+            # The host keeps the next ones.
+            keep_floats(keeps=True)
+            with torch._C.DisableTorchFunction():
+                return self._runtime.transfers.to_host([value])[0]
+
+        return fetch
+
+    def on_host(self, function: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a library's function that computes tensors of the batch's integers, computed on the host.
+
+        What it decides by the batch is then no part of the step's graph. If the host does not know all that it is
+        given, it is called as it is.
+        """
+        computation = self._reads.host_values.computation(function, args, kwargs)
+        if computation is None:
+            return function(*args, **kwargs)
+        try:
+            result = self._reads.host_values.value(computation)
+        except RuntimeError:
+            # It uses what is on the device, too; otherwise the call raises the same.
+            return function(*args, **kwargs)
+        parts = result if type(result) is tuple else (result,)
+        if not all(part is None or (isinstance(part, _Tensor) and part.device.type == "cpu") for part in parts):
+            return function(*args, **kwargs)
+        if type(result) is not tuple:
+            return self._copied(computation)
+        sources = computation.sources
+        made = [HostValue((operator.getitem, [computation, at], {}), sources=sources) for at in range(len(parts))]
+        return tuple(None if part is None else self._copied(one) for part, one in zip(parts, made, strict=True))
+
+    def _copied(self, computation: HostValue) -> torch.Tensor:
+        """What the host computes, on the device, as a value of the step: a model may store it."""
+        copy: torch.Tensor = self._uploaded(computation)
+        # Not a clone: it would be what was copied.
+        return torch.cat([copy]) if copy.ndim else copy
 
     def copied(self, source: HostValue) -> torch.Tensor:
         """The value of a tensor that was copied to the device."""
@@ -76,7 +130,7 @@ class Answers:
             keeps_numbers: whether the numbers that are read for logs are among what the step returns. Otherwise a step
                 with such a read is not replayed.
         """
-        self.on_host = ReadsOnHost(self._reads.host_values)
+        self.noted = ReadsOnHost(self._reads.host_values)
         self._keeps_numbers = keeps_numbers
 
     def _notes(self, *, logs: bool) -> ReadsOnHost | None:
@@ -85,7 +139,7 @@ class Answers:
         Args:
             logs: whether the library reads in order to log.
         """
-        return self.on_host if self._keeps_numbers or not logs else None
+        return self.noted if self._keeps_numbers or not logs else None
 
     def read(self, function: _CALL, what: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of a call that reads the value of a tensor; `NO_ANSWER` if it is not a library's."""
@@ -93,8 +147,9 @@ class Answers:
             defers = self._reads.defers_all and function is _Tensor.item and args[0].numel() == 1
             return NO_ANSWER if not defers or self._breaks.ends() else self.deferred.read(args[0])
         tensor, values = args[0], self._reads.host_values
-        known = values.find(tensor)
         logs = self._reads.reader() is not None
+        # A floating point number that is logged is deferred.
+        known = None if logs and tensor.is_floating_point() else values.find(tensor)
         if known is not None and not any(isinstance(value, _Tensor) for value in (*args[1:], *kwargs.values())):
             noted = self._notes(logs=logs)
             if noted is not None:
@@ -106,12 +161,29 @@ class Answers:
                 # A copy, because the caller may write into it.
                 return function(values.value(known).clone(), *args[1:], **kwargs)
         if not logs:
-            return NO_ANSWER
+            return self._unknown_to_layers(function, tensor)
         if function is _Tensor.item and tensor.numel() == 1:
             self._breaks.found |= self._notes(logs=True) is None
             return self.deferred.read(tensor)
         self._breaks.on_read(what, tensor)
         return self._executing(function, args, kwargs)
+
+    def _unknown_to_layers(self, function: _CALL, tensor: torch.Tensor) -> Any:
+        """What layers read that the host does not know; `NO_ANSWER` unless it is for a message, a check or a clamp."""
+        if function in _FOR_MESSAGES:
+            return f"(a tensor of the step, {tuple(tensor.shape)}, {tensor.dtype})"
+        frame = self._reads.reading_frame()
+        if frame is None or function not in (_Tensor.__bool__, _Tensor.item) or tensor.dtype is not torch.bool:
+            return NO_ANSWER
+        if only_clamps(frame):
+            return False
+        passing = value_that_passes(frame)
+        if passing is None:
+            return NO_ANSWER
+        # Replays look at no checks.
+        self._breaks.found = True
+        self.deferred.expect(tensor, passing, f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        return passing
 
     def dynamic(
         self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any], what: str, tensor: torch.Tensor
@@ -128,8 +200,9 @@ class Answers:
         if not self._reads.is_asked():
             return NO_ANSWER
         values = self._reads.host_values
-        computation = values.call(function, args, kwargs)
         logs = self._reads.reader() is not None
+        of_floats = any(isinstance(value, _Tensor) and value.is_floating_point() for value in args)
+        computation = None if logs and of_floats else values.call(function, args, kwargs)
         if computation is None and not logs:
             return NO_ANSWER
         self._breaks.found |= self._notes(logs=logs) is None
@@ -187,9 +260,9 @@ class Answers:
                 note_upload(source, result)
             else:
                 values.note(function, args, kwargs, result)
-        elif not result.is_floating_point() and _is_plain(source):
+        elif _is_plain(source):
             with torch._C.DisableTorchFunction():
-                note_upload(torch.tensor(source, dtype=result.dtype), result)
+                note_upload(torch.tensor(source, dtype=result.dtype), result, of_numbers=True)
 
     def _select(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """`values[mask]`."""
@@ -208,8 +281,8 @@ class Answers:
 
         on_host = self._reads.host_values.value(computation)
         with torch._C.DisableTorchFunction():
-            if self.on_host is not None and isinstance(on_host, _Tensor):
-                return self.on_host.uploaded(computation, upload)
+            if self.noted is not None and isinstance(on_host, _Tensor):
+                return self.noted.uploaded(computation, upload)
             self._breaks.found = True
             return replaced(on_host, upload)
 
@@ -226,8 +299,8 @@ class Answers:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is an integer, or a list of such."""
-    return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in (bool, int)
+    """Whether it is a number, or a list of such."""
+    return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in (bool, int, float)
 
 
 def _is_mask(values: torch.Tensor, index: Any) -> bool:

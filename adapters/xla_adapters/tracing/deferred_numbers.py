@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from xla_adapters.errors import DiscardedTensorError, TensorReadError
+from xla_adapters.errors import DiscardedTensorError, FailedCheckError, TensorReadError
 from xla_adapters.runtime import Runtime
 
 _Number = int | float | bool | complex
@@ -69,6 +69,8 @@ class DeferredNumbers:
         self.stacked: list[torch.Tensor] = []
         self.places: list[tuple[int, int]] = []
         self._values: dict[int, _Number] = {}
+        # What a library has checked in the step: the number, what it must be, and the line.
+        self._checks: list[tuple[int, bool, str]] = []
 
     @classmethod
     def of_replay(cls, runtime: Runtime, stacked: list[torch.Tensor], places: list[tuple[int, int]]) -> DeferredNumbers:
@@ -108,6 +110,17 @@ class DeferredNumbers:
             self._tensors.append(tensor.detach().clone().reshape(()))
         return DeferredNumber(self, len(self._tensors) - 1)
 
+    def expect(self, tensor: torch.Tensor, passing: bool, line: str) -> None:
+        """A library checks a number that is not known yet: goes on as if the check has passed, and looks at it later.
+
+        Args:
+            tensor: of one element.
+            passing: what it is if the check passes.
+            line: that checks it.
+        """
+        self.read(tensor)
+        self._checks.append((len(self._tensors) - 1, passing, line))
+
     def before_execution(self) -> None:
         """The step's graph is complete but for the numbers: makes them its outputs."""
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -138,6 +151,12 @@ class DeferredNumbers:
         for index, (row, column) in enumerate(self.places):
             self._values.setdefault(index, rows[row][column])
         self._phase, self.stacked = _Phase.KNOWN, []
+        for index, passing, line in self._checks:
+            if self._values[index] != passing:
+                raise FailedCheckError(
+                    f"a check of a library has failed in a step that has ended: {line}. The step went on as if it had "
+                    "passed, since the device had not computed what is checked. Stock code raises there."
+                )
 
     def value(self, index: int) -> _Number:
         """One of the numbers.

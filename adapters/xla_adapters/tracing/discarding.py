@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import Protocol
 
 from xla_adapters.errors import hide_own_frames
+from xla_adapters.open_step import step_of_process
 from xla_adapters.runtime import get_runtime
-from xla_adapters.tracing.claim import open_step
 from xla_adapters.tracing.interrupts import at_edge
 from xla_adapters.utils.patching import with_stack_room
 from xla_adapters.utils.torch_modes import TorchModes, finish_interrupted_exits
@@ -33,7 +33,7 @@ class Discarding:
     def __init__(self, steps: Discardable) -> None:
         self._steps = steps
         self._modes = TorchModes()
-        self._around = open_step()
+        self._around = step_of_process()
 
     def __enter__(self) -> None:
         pass
@@ -54,7 +54,7 @@ class Discarding:
             self._steps.abort()
         finally:
             # The step around this one may have ended before it (a generator that is suspended inside a step).
-            self._modes.restore(compiling=self._around is open_step())
+            self._modes.restore(compiling=self._around is step_of_process())
         if ranks is not None:
             ranks.failed(error if translated is None else translated, raised_for=error)
         if translated is not None:

@@ -63,7 +63,10 @@ class GraphBreaks:
         """
         self._undo_logs = undo_logs
         self._reads = library_reads()
-        self.answers = None if self._reads is None else Answers(self._reads, self, self._runtime)
+        self.answers = None
+        if self._reads is not None:
+            self.answers = Answers(self._reads, self, self._runtime)
+            self._reads.on_host = self.answers.on_host
         self._compiles = self._runtime.counters.compile_totals()[0]
         self._on_host = self._runtime.counters.host_operators()
 
@@ -73,8 +76,10 @@ class GraphBreaks:
         Args:
             executed: whether its graph was executed; otherwise the step is discarded.
         """
-        if self.answers is not None:
-            deferred, on_host, self.answers = self.answers.deferred, self.answers.on_host, None
+        if self.answers is not None and self._reads is not None:
+            self._reads.on_host = None
+            self._reads.host_values.end_step()
+            deferred, on_host, self.answers = self.answers.deferred, self.answers.noted, None
             if on_host is not None:
                 on_host.is_open = False
             if executed:

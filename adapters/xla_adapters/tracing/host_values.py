@@ -1,4 +1,4 @@
-"""`HostValues`: what a step computes from the integers and shapes of its batch, known on the host without a read."""
+"""`HostValues`: what a step computes exactly from its batch and from shapes, known on the host without a read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_adapters.runtime.transfers import forget_upload, upload_of
+from xla_adapters.runtime.transfers import forget_upload, is_of_batch, upload_of
 from xla_adapters.utils.torch_modes import device_type, in_transform
 
 _Tensor = torch.Tensor
@@ -27,7 +27,7 @@ _PURE = frozenset(
         "__and__ __or__ __xor__ __invert__ __rand__ __ror__ __rxor__",
         "add sub subtract rsub mul multiply neg negative abs clamp clamp_min clamp_max minimum maximum",
         "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __neg__ __abs__",
-        "div divide floor_divide __floordiv__ __rfloordiv__ remainder __mod__ __rmod__ repeat",
+        "div divide true_divide __truediv__ floor_divide __floordiv__ __rfloordiv__ remainder __mod__ __rmod__ repeat",
         "sum any all amax amin max min cumsum diff count_nonzero _is_all_true prod",
         "__getitem__ view reshape flatten squeeze unsqueeze expand expand_as chunk split unbind cat stack narrow",
         "view_as reshape_as select transpose permute t contiguous clone detach index_select gather masked_fill where",
@@ -43,6 +43,12 @@ _SELECTING = frozenset(
         "transpose permute t contiguous clone detach long pad roll flip",
     )
     for name in names.split()
+)
+# Functions that compute the same floating point numbers on every device. Comparisons of these are exact, too.
+_EXACT_FOR_FLOATS = frozenset((_SELECTING - {"long", "pad"}) | {"to", "cat", "stack", "index_select"})
+# Functions of one number whose rounding does not matter: what is read of it is the host's number, as on the CPU.
+_ARITHMETIC = frozenset(
+    ["add", "sub", "mul", "div", "true_divide", "__add__", "__sub__", "__mul__", "__truediv__", "clamp", "clamp_min"]
 )
 # Functions whose result has a shape that depends on values: computed on the host, they need no break of the graph.
 _DYNAMIC = frozenset(
@@ -136,10 +142,17 @@ class HostValues:
     """Follows integer and boolean tensors of the batch through the step.
 
     A value that the batch alone determines is the same on the host and on the device, if it is made of integers: no
-    rounding. So it is computed on the host from the host's copy of the batch, if somebody asks for it.
+    rounding. So it is computed on the host from the host's copy of the batch, if somebody asks for it. The same is true
+    of comparisons of the batch's floating point numbers (which pictures are empty).
+
+    Attributes:
+        fetching: returns what fetches a tensor of floating point numbers of the batch from the device; None if that
+            cannot be. Without it only those of which the host has a copy are followed.
     """
 
     def __init__(self) -> None:
+        self.fetching: Callable[[torch.Tensor], Callable[[], torch.Tensor] | None] | None = None
+        self._fetches: dict[HostValue, Callable[[], torch.Tensor]] = {}
         self._known = WeakTensorKeyDictionary()
         # Values of the batch and what is computed of it, as long as somebody may ask for them.
         self._computed: Known = weakref.WeakKeyDictionary()
@@ -150,7 +163,7 @@ class HostValues:
         """A function was called in the step: remembers how the host would compute its result, if it can."""
         pure = self._pure.get(function)
         if pure is None:
-            name = getattr(function, "__name__", "")
+            name = name_of(function)
             pure = self._pure[function] = name in _PURE
             if function is torch.arange or name in _FILLS or name in _FULL:
                 self._makers.add(function)
@@ -168,9 +181,11 @@ class HostValues:
             results = result
         else:
             return
-        if not all(_is_exact(tensor) for tensor in results):
+        name = name_of(function)
+        is_exact = self._is_followed_float if name in _EXACT_FOR_FLOATS or _is_number(name, result) else _is_exact
+        if not all(map(is_exact, results)):
             return
-        whole = self._computation(function, args, kwargs)
+        whole = self.computation(function, args, kwargs)
         if whole is None:
             return
         with torch._C.DisableTorchFunction():
@@ -191,17 +206,34 @@ class HostValues:
             made = function, list(args), {**kwargs, "device": "cpu"}
         else:
             name = function.__name__
-            value = _FILLS[name] if name in _FILLS else kwargs.get("fill_value", args[-1])
+            value = _FILLS[name] if name in _FILLS else kwargs["fill_value"] if "fill_value" in kwargs else args[-1]
             if type(value) not in (int, bool):
                 return
             made = torch.full, [tuple(result.shape), value], {"dtype": result.dtype}
         with torch._C.DisableTorchFunction():
             self._known[result] = HostValue(made, result._version, selects=False)
 
+    def _is_followed_float(self, value: Any) -> bool:
+        is_float = isinstance(value, _Tensor) and value.dtype.is_floating_point
+        return _is_exact(value) or (is_float and self.fetching is not None and value.device.type == device_type())
+
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value of a device tensor, on the host; None if it is not known there."""
+        """The value of a device tensor, on the host; None if it is not known there without fetching anything."""
         known = self.find(tensor)
-        return None if known is None else known.get(self._computed)
+        if known is None or not self._fetches.keys().isdisjoint(known.sources):
+            return None
+        value: torch.Tensor = known.get(self._computed)
+        return value
+
+    def fetch(self, computation: HostValue) -> None:
+        """Fetches from the device what a value is computed from, if the host has no copy of it."""
+        for source in computation.sources & self._fetches.keys():
+            self._computed[source] = self._fetches.pop(source)()
+
+    def end_step(self) -> None:
+        """Nothing more is fetched. Drops the references to the batch."""
+        self.fetching = None
+        self._fetches.clear()
 
     def copied(self, source: HostValue) -> torch.Tensor:
         """The value of a tensor that was copied to the device."""
@@ -210,10 +242,11 @@ class HostValues:
 
     def call(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> HostValue | None:
         """A call whose shape depends on values, as the host computes it; None if it cannot."""
-        return self._computation(function, args, kwargs) if getattr(function, "__name__", "") in _DYNAMIC else None
+        return self.computation(function, args, kwargs) if name_of(function) in _DYNAMIC else None
 
     def value(self, computation: HostValue) -> Any:
         """What the host computes in this step."""
+        self.fetch(computation)
         return computation.get(self._computed)
 
     def follow(self, tensor: torch.Tensor, computation: HostValue) -> None:
@@ -230,17 +263,39 @@ class HostValues:
         """
         if not args or not _is_exact(args[0]):
             return None
-        name = getattr(function, "__name__", "")
+        name = name_of(function)
         computation: HostValue | None = None
         if name in ("__setitem__", "write_where_"):
-            computation = self._computation(_with_item, args, kwargs)
+            computation = self.computation(_with_item, args, kwargs)
         else:
             pure = f"__{name[3:]}" if name.startswith("__i") else name[:-1]
             if pure in _PURE and hasattr(_Tensor, pure):
-                computation = self._computation(_of_its_dtype, (getattr(_Tensor, pure), *args), kwargs)
-        return None if computation is None else partial(self._follow_written, args[0], computation)
+                computation = self.computation(_of_its_dtype, (getattr(_Tensor, pure), *args), kwargs)
+        return None if computation is None else partial(self._follow_written, args[0], computation, self._part(args[0]))
 
-    def _follow_written(self, tensor: torch.Tensor, computation: HostValue, result: Any) -> None:
+    def _part(self, tensor: torch.Tensor) -> tuple[torch.Tensor, HostValue, Any] | None:
+        """What a tensor is a part of: that tensor, its value, and the index of the part; None if that is not known."""
+        known = self.find(tensor)
+        if known is None or known.made is None or name_of(known.made[0]) != "__getitem__":
+            return None
+        with torch._C.DisableTorchFunction():
+            whole, (value, index) = tensor._base, known.made[1]
+            is_current = whole is not None and self._known.get(whole) is value and value.version == whole._version
+        return (whole, value, index) if whole is not None and is_current else None
+
+    def _follow_written(
+        self,
+        tensor: torch.Tensor,
+        computation: HostValue,
+        part: tuple[torch.Tensor, HostValue, Any] | None,
+        result: Any,
+    ) -> None:
+        if part is not None:
+            # What it is a part of is written, too.
+            whole, value, index = part
+            sources = value.sources | computation.sources
+            made: tuple[_CALL, list[Any], dict[str, Any]] = _with_item, [value, index, computation], {}
+            self.follow(whole, HostValue(made, sources=sources, selects=False))
         # A trace may return another tensor than the one it was given.
         for changed in (tensor, result):
             if _is_exact(changed):
@@ -250,24 +305,34 @@ class HostValues:
         """How the host computes a device tensor; None if it cannot."""
         with torch._C.DisableTorchFunction():
             known: HostValue | None = self._known.get(tensor)
+            if known is not None and not all(one in self._computed or one in self._fetches for one in known.sources):
+                # Nobody has asked for the values in the step that could have fetched them.
+                known = None
             if known is not None and known.version == tensor._version:
                 return known
         upload = None if known is not None else upload_of(tensor)
+        fetch = None
         if upload is None:
-            return None
+            is_input = known is None and tensor.dtype.is_floating_point and is_of_batch(tensor)
+            fetch = self.fetching(tensor) if is_input and self.fetching is not None else None
+            if fetch is None:
+                return None
         with torch._C.DisableTorchFunction():
             found = self._known[tensor] = HostValue(None, tensor._version, tensor=weakref.ref(tensor))
-        self._computed[found] = upload.values
+        if upload is not None:
+            self._computed[found] = upload.values
+        elif fetch is not None:
+            self._fetches[found] = fetch
         return found
 
-    def _computation(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> HostValue | None:
+    def computation(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> HostValue | None:
         """The same call on the host; None if an argument is not known there, or none is a tensor."""
-        of_shape = _AS.get(getattr(function, "__name__", ""))
+        of_shape = _AS.get(name_of(function))
         if of_shape is not None and len(args) == 2:
             function, args = of_shape, (args[0], tuple(args[1].shape))
         known: dict[int, HostValue] = {}
         for tensor in _tensors((*args, *kwargs.values())):
-            value = None if tensor.dtype.is_floating_point else self.find(tensor)
+            value = self.find(tensor)
             if value is None:
                 return None
             known[id(tensor)] = value
@@ -279,12 +344,21 @@ class HostValues:
             [_held(value, known) for value in args],
             {name: _held(kwargs[name], known) for name in kwargs},
         )
-        selects = len(known) == 1 and getattr(function, "__name__", "") in _SELECTING
+        selects = len(known) == 1 and name_of(function) in _SELECTING
         return HostValue(
             made,
             sources=frozenset().union(*(value.sources for value in known.values())),
             selects=selects and all(value.selects for value in known.values()),
         )
+
+
+def name_of(function: _CALL) -> str:
+    """Its name; empty if it has none."""
+    return getattr(function, "__name__", "")
+
+
+def _is_number(name: str, result: Any) -> bool:
+    return name in _ARITHMETIC and isinstance(result, _Tensor) and result.numel() == 1
 
 
 def _with_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:

@@ -56,6 +56,8 @@ class ReadsOnHost:
         return copy
 
     def _note(self, read: HostValue) -> DeferredNumber:
+        # Not later: what the host has no copy of is there only in the step.
+        self._values.fetch(read)
         self.reads.append(read)
         return DeferredNumber(self, len(self.reads) - 1)
 

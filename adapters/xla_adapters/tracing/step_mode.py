@@ -70,6 +70,7 @@ DYNAMIC: dict[_CALL, str] = {
     for function in functions
 }
 _INDEXING: frozenset[_CALL] = frozenset({_Tensor.__getitem__, _Tensor.__setitem__})
+_MASKED_SELECT: frozenset[_CALL] = frozenset({_Tensor.masked_select, torch.masked_select})
 _REPEATS: frozenset[_CALL] = frozenset({_Tensor.repeat_interleave, torch.repeat_interleave})
 _MASKS = (torch.bool, torch.uint8)
 # Calls that read only if they move a tensor from the device to the host.
@@ -115,7 +116,7 @@ _EMBEDDINGS: dict[_CALL, int] = {torch.nn.functional.embedding: 3, torch.nn.func
 # Tables of the calls that need a closer look, beside lookups and lowerings.
 _SPECIAL_CALLS: tuple[Any, ...] = (
     *(READS, DYNAMIC, MOVES, FROM_NUMBERS, NORMALISATIONS, _INDEXING, _REPEATS, _EMBEDDINGS),
-    {torch.where},
+    {torch.where, torch.arange},
 )
 
 
@@ -265,12 +266,17 @@ class StepMode(TorchFunctionMode):
             self._record_leaves(kwargs.values())
         result = func(*args, **kwargs)
         operations.device_call(func, args, kwargs, result)
-        if type(result) is not _Tensor or not result.dtype.is_floating_point:
+        if (
+            type(result) is not _Tensor
+            or not result.dtype.is_floating_point
+            # A part of the batch, perhaps.
+            or (self._answers is not None and not result.requires_grad)
+        ):
             self._follow(func, args, kwargs, result)
         return result
 
     def _follow(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Follows what the host knows of integers."""
+        """Follows what the host knows of the batch."""
         if self._answers is not None:
             self._answers.note(func, args, kwargs, result)
         else:
@@ -309,6 +315,11 @@ class StepMode(TorchFunctionMode):
         else:
             if func is _Tensor.__setitem__ and is_write_by_mask(*args):
                 func = write_where_
+            elif func is torch.arange:
+                # It would read the numbers inside C++.
+                args = tuple(
+                    self._call(_Tensor.item, (value,), {}) if _is_on_device(value) else value for value in args
+                )
             answer = self._check_dynamic(func, args, kwargs)
             if answer is not NO_ANSWER:
                 return answer
@@ -338,10 +349,18 @@ class StepMode(TorchFunctionMode):
             if index is not None:
                 with self:
                     return func(args[0], index, *args[2:])
+            if func in _MASKED_SELECT:
+                return self._select(*args, **kwargs)
             answer = self._answers.dynamic(func, args, kwargs, *dynamic)
         if answer is NO_ANSWER:
             self._on_dynamic(*dynamic)
         return answer
+
+    def _select(self, input: torch.Tensor, mask: torch.Tensor) -> Any:
+        """As `torch.masked_select`, by an index: of that it may be known what it selects."""
+        shape = torch.broadcast_shapes(input.shape, mask.shape)
+        with self:
+            return input.expand(shape)[mask.expand(shape)]
 
     def _is_write(self, func: _CALL, kwargs: dict[str, Any]) -> bool:
         """Whether a call writes to one of its arguments."""

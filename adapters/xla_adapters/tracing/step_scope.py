@@ -20,13 +20,12 @@ from xla_adapters.errors import (
     UnsupportedOptionError,
     XLAAdapterError,
 )
-from xla_adapters.open_step import open_step
+from xla_adapters.open_step import claim_process, open_step, release_process
 from xla_adapters.runtime import Runtime, RuntimeEvent, get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.activation_checkpointing import checkpointing_on_device
 from xla_adapters.tracing.breaks import BreakPolicy
-from xla_adapters.tracing.claim import claim_process, release_process
 from xla_adapters.tracing.compile_progress import compile_progress
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.graph_analysis import GraphAnalysis

@@ -17,7 +17,7 @@ from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.transfers import note_upload
 from xla_adapters.tracing.answers import NO_ANSWER, Answers
 from xla_adapters.tracing.operation_log import OperationLog, next_node
-from xla_adapters.tracing.placeholders.lifting import Lifting
+from xla_adapters.tracing.placeholders.numbers import Lifting
 from xla_adapters.tracing.placeholders.trace import Trace
 from xla_adapters.tracing.step_mode import (
     FROM_NUMBERS,
@@ -95,13 +95,22 @@ class PlaceholderMode(StepMode):
         super().__init__(undo_log, on_read, on_dynamic, on_refusal, operations, answers)
         self._trace = trace
         self._is_inner = len(undo_log.chain()) > 1
+        ranks = get_runtime().device.ranks
+        self._around_call = None if ranks is None else ranks.around_call
         self.lifting: Lifting | None = None
 
     def __torch_function__(
         self, func: _CALL, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _WITHOUT_VALUES or (args and is_fake(args[0])):
+        if args and is_fake(args[0]):
+            return func(*args, **kwargs)
+        if self._around_call is not None:
+            return self._around_call(self._intercepted, func, args, kwargs)
+        return self._intercepted(func, args, kwargs)
+
+    def _intercepted(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _WITHOUT_VALUES:
             return func(*args, **kwargs)
         self._operations.first_node = next_node()
         if in_transform():

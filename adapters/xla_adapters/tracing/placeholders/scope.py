@@ -14,8 +14,8 @@ from xla_adapters.tracing.activation_checkpointing import checkpointing_on_devic
 from xla_adapters.tracing.compile_progress import compile_progress
 from xla_adapters.tracing.graph_limit import check_graph
 from xla_adapters.tracing.interrupts import at_edge
-from xla_adapters.tracing.placeholders.lifting import Lifting
 from xla_adapters.tracing.placeholders.mode import PlaceholderMode
+from xla_adapters.tracing.placeholders.numbers import Lifting
 from xla_adapters.tracing.placeholders.program import Program
 from xla_adapters.tracing.placeholders.trace import Adopted, Trace
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
