@@ -124,7 +124,7 @@ class Bridge:
         self._random_algorithm = use_random_algorithm(options.config)
         self.run_stats = RunStats()
         self.record = RunRecord(self.run_stats, enabled=options.xla_report)
-        self.sharding = ModelSharding(trainer, sharder, ranks)
+        self.sharding = ModelSharding(trainer, options.sharding, sharder, ranks)
         if ranks is not None and options.checkpoint.stall_deadline is not None:
             ranks.ranks.deadline = options.checkpoint.stall_deadline
         self.moves = ParameterMoves()
@@ -210,6 +210,8 @@ class Bridge:
             self.run_stats.start()
             stack.callback(self.run_stats.stop)
             yield stack.enter_context(self.checkpoints.training(resume_from))
+            # What the last steps have left to look at: checks of a model, say.
+            get_runtime().transfers.deliver_piggy_backed()
             if self.sharding.ranks is not None:
                 self.sharding.ranks.ranks.ends(f"train(), after {trainer.state.global_step} steps")
 

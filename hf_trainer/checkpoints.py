@@ -196,9 +196,19 @@ class CheckpointStores:
 
         Raises:
             CheckpointDamagedError: its files are not those that were saved.
+            CheckpointNotFoundError: some of the ranks do not have it.
         """
         best = self._trainer.state.best_model_checkpoint
-        if best is not None and (Path(best) / MANIFEST).exists():
+        is_there = best is not None and (Path(best) / MANIFEST).exists()
+        ranks = get_runtime().device.ranks
+        if ranks is not None:
+            without = [rank for rank, there in enumerate(ranks.gather(is_there, "the best checkpoint")) if not there]
+            if 0 < len(without) < ranks.size:
+                raise CheckpointNotFoundError(
+                    f"rank {without[0]} does not have the best checkpoint ({best}), which another one has: give all "
+                    "ranks one output_dir, in a folder that they share"
+                )
+        if best is not None and is_there:
             self.of(os.path.dirname(best)).load(os.path.abspath(best))
 
     def _make(

@@ -16,6 +16,7 @@ from hf_trainer.patches import as_if_compiling
 from xla_adapters import StepProgram, get_runtime
 from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
+from xla_adapters.sharding import whole_parameters
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.utils.patching import replaced
 
@@ -88,6 +89,7 @@ def generate(model: Any, *args: Any, program: StepProgram, **kwargs: Any) -> Any
         # Outside the model's own graph nothing is executed operation by operation.
         stack.enter_context(eager(False))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(whole_parameters(model))
         stack.enter_context(warnings.catch_warnings())
         # The inputs are on the host on purpose.
         warnings.filterwarnings("ignore", message=r"You are calling \.generate\(\) with the `input_ids`")

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from hf_trainer.bridge import Bridge
 from hf_trainer.libraries import before_log
 from hf_trainer.model import OptimizerChoice, bfloat16_autocast, prepare_for_xla
-from hf_trainer.options import TrainerOptions, XLAArguments, check_arguments, check_optimizer, take_options
+from hf_trainer.options import TrainerOptions, XLAArguments, check_arguments, check_optimizer, take_fsdp, take_options
 from hf_trainer.patches import correct_process_index, give_device_to_accelerate, trainer_patches
 from hf_trainer.resume import keeping_numbers_of_data
 from xla_adapters import XLAConfig
@@ -85,6 +85,7 @@ class XLATrainerMixin(_Base):
             xla_report=xla_report,
             shapes=shapes,
         )
+        args, kwargs, options = take_fsdp(args, kwargs, options)
         self._xla = Bridge(self, super(), options)
         for given in (*args, kwargs.get("args")):
             # Not always the second one: TRL's DPO has a reference before it.

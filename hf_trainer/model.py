@@ -15,12 +15,12 @@ from transformers import TrainingArguments
 from transformers.optimization import Adafactor
 from transformers.training_args import OptimizerNames
 
-from hf_trainer.options import check_optimizer
+from hf_trainer.options import check_optimizer, checkpointing_option
 from hf_trainer.patches import as_if_compiling
 from xla_adapters import XLAConfig, get_runtime, register_eager_optimizer, register_state_init
 from xla_adapters.data.batches import example_of
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
-from xla_adapters.sharding import DataParallel, Sharder, ShardingPlan, accept_placements
+from xla_adapters.sharding import DataParallel, Sharder, ShardingConfig, ShardingPlan, accept_placements
 from xla_adapters.sharding.state import names_of_updated
 
 _Choice = tuple[Any, dict[str, Any]]
@@ -210,10 +210,11 @@ def prepare_for_xla(trainer: transformers.Trainer, config: XLAConfig) -> None:
 
 
 def _check_activation_checkpointing(trainer: transformers.Trainer) -> None:
-    given: Any = trainer.args.activation_checkpointing_kwargs
-    if trainer.args.activation_checkpointing and dict(given or {}).get("offload"):
+    name = checkpointing_option(trainer.args)
+    given: Any = getattr(trainer.args, f"{name}_kwargs")
+    if getattr(trainer.args, name) and dict(given or {}).get("offload"):
         raise UnsupportedOptionError(
-            "activation_checkpointing_kwargs={'offload': True}: activations cannot move to the host inside one "
+            f"{name}_kwargs={{'offload': True}}: activations cannot move to the host inside one "
             "XLA graph; leave offload off (recomputation alone already frees them)"
         )
 
@@ -228,14 +229,20 @@ class ModelSharding:
 
     Args:
         trainer: the trainer.
+        config: the options.
         sharder: makes and applies the plan; None on one device, where most methods do nothing.
         ranks: trains together with other processes instead.
     """
 
     def __init__(
-        self, trainer: transformers.Trainer, sharder: Sharder | None, ranks: DataParallel | None = None
+        self,
+        trainer: transformers.Trainer,
+        config: ShardingConfig | None,
+        sharder: Sharder | None,
+        ranks: DataParallel | None,
     ) -> None:
         self._trainer = trainer
+        self._config = config
         self._sharder = sharder
         self.ranks = ranks
         self._applied = ExitStack()
@@ -270,10 +277,15 @@ class ModelSharding:
         """Whether checkpoints are written shard by shard (`ShardingConfig(checkpoints="sharded")`)."""
         return self._sharder is not None and self._sharder.config.checkpoints == "sharded"
 
+    @property
+    def holds_shards(self) -> bool:
+        """Whether this process has only a shard of the model; then all take part in reading its state."""
+        return self.ranks is not None and self.ranks.has_shards(model_of(self._trainer))
+
     def accept_dtensors(self, model: torch.nn.Module) -> None:
         """Takes over the placements of the user's DTensors, before the model moves to the device."""
         if self.ranks is not None:
-            self.ranks.prepare(model)
+            self.ranks.prepare(model, self._config)
         if self._sharder is not None:
             self._former_dtensors += accept_placements(model)
 
@@ -296,7 +308,7 @@ class ModelSharding:
         """Shards the model: at the start of a run, and after its weights were loaded."""
         trainer, model = self._trainer, self._trainer.model
         if self.ranks is not None and isinstance(model, torch.nn.Module):
-            self.ranks.prepare(model)
+            self.ranks.prepare(model, self._config)
         if self._sharder is None or not isinstance(model, torch.nn.Module):
             # Without a model `train` makes one by `model_init`, which is sharded when the training begins.
             return

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -215,6 +216,56 @@ def hold_jit_checkpoint(callbacks: list[Any]) -> None:
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
+# Entries of `fsdp_config` that change what is computed, or where it is. All others say when parameters are gathered,
+# which the compiler decides.
+_FSDP_REFUSED = ("cpu_offload", "offload_params", "xla_fsdp_settings")
+
+
+def take_fsdp(
+    given: tuple[Any, ...], named: Mapping[str, Any], options: TrainerOptions
+) -> tuple[tuple[Any, ...], dict[str, Any], TrainerOptions]:
+    """Takes `fsdp` with `fsdp_config={"xla": True}` out of training arguments: it is `sharding="fsdp"`.
+
+    Args:
+        given, named: the arguments of a trainer. Those for training are copied, as they may be given again.
+        options: of the trainer.
+
+    Returns:
+        The arguments and the options.
+
+    Raises:
+        ConfigError: the options ask for another sharding.
+        UnsupportedOptionError: the config asks for what XLA does not have.
+    """
+    fully_sharded = ShardingConfig(scheme="fsdp")
+
+    def taken(value: Any) -> Any:
+        nonlocal options
+        config: Any = value.fsdp_config if isinstance(value, TrainingArguments) and value.fsdp else {}
+        if not config.get("xla"):
+            return value
+        if refused := [f"{name}={config[name]!r}" for name in _FSDP_REFUSED if config.get(name)]:
+            raise UnsupportedOptionError(
+                f"fsdp_config has {', '.join(refused)}: parameters stay on the XLA device, in their dtype; leave it "
+                "out (bf16=True computes in bfloat16)"
+            )
+        if options.sharding not in (None, fully_sharded):
+            raise ConfigError(f"the training arguments ask for fsdp, and the trainer for {options.sharding}: give one")
+        options = replace(options, sharding=fully_sharded)
+        copied = copy.copy(value)
+        copied.fsdp, copied.fsdp_plugin_args = None, None
+        if config.get("xla_fsdp_grad_ckpt") or config.get("activation_checkpointing"):
+            setattr(copied, checkpointing_option(copied), True)
+        return copied
+
+    return tuple(map(taken, given)), {name: taken(value) for name, value in named.items()}, options
+
+
+def checkpointing_option(args: TrainingArguments) -> str:
+    """The name of the option for activation checkpointing: transformers 5.22 calls it gradient checkpointing."""
+    return next(name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name))
+
+
 def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
     """Raises if a training argument cannot work on XLA.
 
@@ -243,8 +294,8 @@ def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
         raise UnsupportedOptionError("deepspeed: it drives CUDA devices; XLA shards by SPMD instead: sharding='fsdp'")
     if args.fsdp:
         raise UnsupportedOptionError(
-            "fsdp: transformers' FSDP on XLA never creates the optimizer (5.23) and cannot train; leave it off and "
-            "give the trainer sharding='fsdp'"
+            "fsdp: torch's FSDP wraps modules and drives CUDA devices; give the trainer sharding='fsdp' instead, or "
+            "add fsdp_config={'xla': True}, which is the same"
         )
     if args.use_liger_kernel:
         raise UnsupportedOptionError("use_liger_kernel=True: its kernels are Triton kernels for CUDA; leave it off")

@@ -19,8 +19,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from xla_adapters import XLAConfig
 from xla_adapters.loop.replay import StepCode, batch_of, key_of, optimizer_obstacle
-from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.guards.batch import batch_obstacle
+from xla_adapters.replay.call_spec import CallSpec, batch_obstacle
 from xla_adapters.replay.safety import (
     DATA,
     MODULE_CALLS,

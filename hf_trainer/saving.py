@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from xla_adapters.checkpoint import snapshot
 from xla_adapters.runtime import patches
 from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import uploading
+from xla_adapters.sharding import for_first_rank
 from xla_adapters.sharding.state import load_optimizer, optimizer_state, save_state, write_safetensors
 from xla_adapters.utils.nested_values import identity, tensors_in
 from xla_adapters.utils.nested_values import replaced as with_leaves
@@ -380,22 +381,31 @@ class ShardedCheckpoints:
     def save_model(self, output_dir: str | None, _internal_call: bool) -> None:
         """As `Trainer.save_model`."""
         trainer, model = self._trainer, model_of(self._trainer)
-        if not self._sharding.saves_shards or not isinstance(model, PreTrainedModel):
+        if self._sharding.holds_shards:
+            with for_first_rank():
+                weights = model.state_dict()
+            trainer._save(output_dir, weights)
+        elif not self._sharding.saves_shards or not isinstance(model, PreTrainedModel):
             # An override need not know the argument.
             internal = {"_internal_call": True} if _internal_call else {}
             with saving_as_on_the_cpu(trainer):
                 self._base.save_model(output_dir, **internal)
             return
-        get_runtime().tracing.flush()
-        with writing_deferred_weights():
-            trainer._save(output_dir, deferred_state_dict(model))
+        else:
+            get_runtime().tracing.flush()
+            with writing_deferred_weights():
+                trainer._save(output_dir, deferred_state_dict(model))
         if trainer.args.push_to_hub and not _internal_call:
             trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
     def save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As `Trainer._save_optimizer_and_scheduler`."""
         if not self._sharding.saves_shards:
-            self._base._save_optimizer_and_scheduler(output_dir)
+            with for_first_rank() if self._sharding.holds_shards else nullcontext():
+                if self._sharding.holds_shards and not self._trainer.args.should_save:
+                    # The rank that saves asks for this rank's shards.
+                    self._optimizer.state_dict()
+                self._base._save_optimizer_and_scheduler(output_dir)
             return
         state = optimizer_state(model_of(self._trainer), self._optimizer)
         save_state({OPTIMIZER_FOLDER: state}, Path(output_dir) / OPTIMIZER_FOLDER)
@@ -405,6 +415,8 @@ class ShardedCheckpoints:
     def load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As `Trainer._load_optimizer_and_scheduler`. Sharded state is loaded with or without the option, on any number
         of devices."""
+        if self._sharding.ranks is not None:
+            self._sharding.ranks.share_state(self._optimizer)
         if checkpoint is None or not (Path(checkpoint) / OPTIMIZER_FOLDER).is_dir():
             with eager(False), only_values(checkpoint):
                 self._base._load_optimizer_and_scheduler(checkpoint)

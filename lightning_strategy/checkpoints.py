@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _load, get_filesystem
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -173,8 +174,12 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
         if weights_only is None and local is None:
             # Lightning would read anything that comes from the web.
             weights_only = True
+        if not get_filesystem(path).exists(path):
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
         with only_values(path):
-            return super().load_checkpoint(path, map_location, weights_only)
+            # As the parent class of Lightning 2.6. That of 2.5 does not know `weights_only`, and reads anything.
+            loaded: dict[str, Any] = _load(path, map_location, weights_only=weights_only)
+        return loaded
 
     def verify(self, path: Any) -> None:
         """Compares a checkpoint with its manifest; under `trust_files` differing files are warned of.

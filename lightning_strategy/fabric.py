@@ -175,7 +175,7 @@ class FabricCheckpoints:
         self,
         path: Any,
         state: Any,
-        load: Callable[[Any, Any, bool, bool | None], dict[str, Any]],
+        load: Callable[..., dict[str, Any]],
         *,
         strict: bool,
         weights_only: bool | None,
@@ -193,7 +193,9 @@ class FabricCheckpoints:
             remainder = sharded.load_objects(io, state, path, strict=strict, weights_only=weights_only)
         else:
             with uploading():
-                remainder = load(path, state, strict, weights_only)
+                # Lightning 2.5 knows no such argument.
+                said = {} if weights_only is None else {"weights_only": weights_only}
+                remainder = load(path, state, strict, **said)
             get_runtime().tracing.flush()
         if state and not isinstance(state, (torch.nn.Module, Optimizer)):
             random_state = _random_state_of(remainder)
@@ -302,7 +304,7 @@ class XLAEagerFabricStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: i
         name = type(self).__name__
         self._plugins = FabricPlugins(name, precision)
         refuse_ranks(name)
-        self._sharding, _ = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
+        self._sharding, *_ = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding)
         start_runtime(name, self.xla_config, shards=self._sharding is not None)
         self._runtime = get_runtime()
         self._steps = FabricSteps(self.xla_config, self._sharding, ShapePolicy.resolve(shapes))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, WeightAveraging
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from xla_adapters.errors import UnsupportedOptionError
@@ -50,8 +51,8 @@ class EndingLoops(_TrainerBase):
             super()._teardown()
 
 
-# Callbacks of Lightning that change what a step computes.
-_IN_STEPS = (GradientAccumulationScheduler, WeightAveraging)
+# Callbacks of Lightning that change what a step computes. Lightning 2.5 does not have the second.
+_IN_STEPS = (GradientAccumulationScheduler, getattr(callbacks, "WeightAveraging", GradientAccumulationScheduler))
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ class Run:
             with_gradients: between the micro batches of an update its gradients, too.
         """
         state = exact_state(self.steps.seed, self.data)
-        gradients = accumulated(self._trainer, self._module) if with_gradients else {}
+        gradients = accumulated(self._trainer, self._module, self._ranks) if with_gradients else {}
         if not gradients:
             return state
         return {**state, GRADIENTS: gradients, "accumulates": self._trainer.accumulate_grad_batches}

@@ -249,9 +249,9 @@ def make_sharding(
     auto_sharding: AutoShardingOption,
     sharding: ShardingOption,
     shapes: object = None,
-) -> tuple[ModuleSharding | None, DataParallel | None]:
-    """The sharding that a strategy's options ask for, None if none; starts the XLA runtime under SPMD if any. And what
-    trains together with other processes, None in one process.
+) -> tuple[ModuleSharding | None, DataParallel | None, ShardingConfig | None]:
+    """The sharding that a strategy's options ask for, None if none; starts the XLA runtime under SPMD if any. What
+    trains together with other processes, None in one process. And the options.
 
     Args:
         strategy: its name, for messages.
@@ -265,11 +265,11 @@ def make_sharding(
     """
     resolved = ShardingConfig.resolve(auto_sharding=auto_sharding, sharding=sharding)
     if (ranks := launched_ranks(resolved, config, shapes)) is not None:
-        return None, ranks
+        return None, ranks, resolved
     if resolved is None:
-        return None, None
+        return None, None, None
     try:
-        return ModuleSharding(resolved, config), None
+        return ModuleSharding(resolved, config), None, resolved
     except RuntimeOrderError as error:
         raise RuntimeOrderError(
             f"{strategy} with sharding was created after the XLA runtime had started without SPMD (a tensor, a model "
@@ -341,6 +341,10 @@ class RankHooks:
     local_rank: int
     world_size: int
     _ranks: DataParallel | None
+    _ranks_config: ShardingConfig | None
+    lightning_module: Any
+    # After an error ranks exchange nothing any more.
+    _has_failed = False
 
     def _take_rank(self) -> None:
         """Sets the attributes, once the ranks have met."""
@@ -348,6 +352,20 @@ class RankHooks:
             ranks = self._ranks.ranks
             self.global_rank, self.world_size = ranks.rank, ranks.size
             self.local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank))
+
+    def _prepare_ranks(self, model: torch.nn.Module) -> None:
+        """Has ranks train a model together, which is on the host still.
+
+        Averages of weights (`WeightAveraging`, `StochasticWeightAveraging`) are copies that callbacks made of it
+        before: each rank holds the same shards of them.
+        """
+        assert self._ranks is not None
+        self._ranks.prepare(model, self._ranks_config)
+        if self._ranks.has_shards(model):
+            for callback in self.lightning_module.trainer.callbacks:
+                average = getattr(callback, "_average_model", None)
+                if isinstance(average, torch.nn.Module):
+                    self._ranks.prepare(average, self._ranks_config)
 
     @property
     def is_global_zero(self) -> bool:

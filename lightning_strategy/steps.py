@@ -29,7 +29,7 @@ from xla_adapters.loop.replay import allowed
 from xla_adapters.loop.steps import StallWatch, StepDriver, check_loss
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
-from xla_adapters.sharding import DataParallel
+from xla_adapters.sharding import DataParallel, own_shard
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import modules_compiled
 
@@ -61,10 +61,12 @@ def nobody_sees_grads(trainer: Trainer, module: LightningModule) -> bool:
     return not any(map(mentions_gradients, late))
 
 
-def accumulated(trainer: Trainer, module: LightningModule) -> dict[str, torch.Tensor]:
+def accumulated(trainer: Trainer, module: LightningModule, ranks: DataParallel | None) -> dict[str, torch.Tensor]:
     """The gradients that the next batch adds to, by the names of their parameters; empty after an update."""
     if module.automatic_optimization and not trainer.fit_loop._should_accumulate():
         return {}
+    if ranks is not None:
+        return ranks.gradients(module)
     return {name: value.grad.detach() for name, value in module.named_parameters() if value.grad is not None}
 
 
@@ -94,7 +96,7 @@ def load_gradients(module: LightningModule, gradients: Mapping[str, torch.Tensor
     for name, parameter in module.named_parameters():
         if name in gradients:
             tiles = runtime.spmd.tiles_of(parameter) if runtime.device.is_spmd() else None
-            value = gradients[name]
+            value = own_shard(parameter, gradients[name])
             parameter.grad = (
                 runtime.transfers.to_device(value) if tiles is None else runtime.spmd.upload_sharded(value, tiles)
             )
@@ -403,6 +405,8 @@ class LoopSteps(Callback):
         """As at the end of an epoch; no further batch is loaded, and all ranks must have taken as many steps."""
         self._stalls.stop()
         self._driver.end(replays=False)
+        # What the last steps have left to look at: checks of a model, say.
+        get_runtime().transfers.deliver_piggy_backed()
         if self._ranks is not None:
             self._ranks.ranks.ends(f"fit(), after {self._trainer.global_step} steps")
 

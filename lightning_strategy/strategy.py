@@ -53,7 +53,7 @@ from xla_adapters.data.shapes import ShapePolicy
 from xla_adapters.errors import hide_own_frames
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.sharding import accept_placements
+from xla_adapters.sharding import accept_placements, for_first_rank
 from xla_adapters.utils.torch_modes import as_if_compiling
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
         name = type(self).__name__
         self._plugins = TrainerPlugins(name, precision)
         made = make_sharding(name, self.xla_config, auto_sharding=auto_sharding, sharding=sharding, shapes=shapes)
-        self._sharding, self._ranks = made
+        self._sharding, self._ranks, self._ranks_config = made
         saves_shards = self._sharding is not None and self._sharding.saves_shards
         check_options(name, self.checkpoint_config, sharded=saves_shards)
         start_runtime(name, self.xla_config, shards=self._sharding is not None, ranks=self._ranks is not None)
@@ -369,6 +369,8 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             check_fused(optimizer)
+            if self._ranks is not None:
+                self._ranks.share_state(optimizer)
 
     def model_to_device(self) -> None:
         """As `Strategy.model_to_device`: tied weights stay tied, and under sharding the parameters are sharded."""
@@ -376,7 +378,7 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
         if self._sharding is not None:
             accept_placements(self.model)
         if self._ranks is not None:
-            self._ranks.prepare(self.model)
+            self._prepare_ranks(self.model)
         with keeping_ties(self.model), uploading():
             self.model.to(self.root_device)
         if self._ranks is not None:
@@ -395,6 +397,8 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
             with optimizers_following(self.lightning_module, self.optimizers), keeping_ties(self.lightning_module):
                 if self._sharding is not None:
                     bring_to_host(self.lightning_module, self.optimizers)
+                if self._ranks is not None and self.model is not None and not self._has_failed:
+                    self._ranks.join(self.model, self.optimizers)
                 # Not the parent's: see `setup`.
                 SingleDeviceStrategy.teardown(self)
 
@@ -413,6 +417,7 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
             self._run.steps.abort()
             self._report.record.failed(exception)
         if self._ranks is not None:
+            self._has_failed = True
             self._ranks.ranks.failed(exception)
         hide_own_frames(exception)
         super().on_exception(exception)
@@ -493,6 +498,16 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As `Strategy.lightning_module_state_dict`; of shards the first rank alone gets the whole values."""
+        with for_first_rank():
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """As `Strategy.optimizer_state`; of shards the first rank alone gets the whole values."""
+        with for_first_rank():
+            return super().optimizer_state(optimizer)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As `Strategy.save_checkpoint`: a copy on the host, with random numbers and accumulated gradients.
 
@@ -509,7 +524,9 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
         Raises:
             CheckpointDamagedError: it is not what was written, and was asked for by its path (or none is valid).
         """
-        read: Callable[[Any], dict[str, Any]] = functools.partial(super().load_checkpoint, weights_only=weights_only)
+        # Lightning 2.5 knows no such argument.
+        said: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
+        read: Callable[[Any], dict[str, Any]] = functools.partial(super().load_checkpoint, **said)
         return self._checkpoints.load(self._run, checkpoint_path, read, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

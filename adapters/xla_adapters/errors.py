@@ -206,6 +206,17 @@ class DiscardedTensorError(XLAAdapterError, RuntimeError):
     """
 
 
+class FailedCheckError(XLAAdapterError, ValueError):
+    """A check of a library (`if not ...: raise`) failed in a step; it was compared when values came to the host.
+
+    The library checks what the step computes, for example that no predicted box is NaN. Reading it there would execute
+    the step in two parts, so the step goes on, and the check is compared with the next values that the host gets.
+
+    What to do: read the line that the message names. The weights are those after the step with the bad values: go on
+    from a checkpoint before it.
+    """
+
+
 class PlaceholderError(XLAAdapterError, RuntimeError):
     """A step on TorchTPU used a tensor that cannot be traced (the message says why); the step was discarded.
 
@@ -474,6 +485,16 @@ class CheckpointMismatchWarning(UserWarning):
 
     What to do: check that each difference is intended. With any of them the resumed run may differ from the run that
     was not interrupted.
+    """
+
+
+class LibraryVersionWarning(UserWarning):
+    """A library is of a version that was not tested, or lacks a private name that is replaced; the message says which.
+
+    What is replaced there has no effect: it costs more executions or transfers, or an option has no effect.
+
+    What to do: install a version of the range that the message names. `pip install 'xla-adapters[EXTRA]'` chooses one.
+    If your training does what it should, nothing.
     """
 
 

@@ -72,6 +72,42 @@ def test_two_processes(tmp_path: Path) -> None:
     assert {path.name for path in (root / "checkpoint-2").iterdir()} >= {"rank-0", "rank-1"}
 
 
+def _renaming(rank: int, folder: Path) -> list[str]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+
+    def write(path: Path) -> None:
+        if rank == 0:
+            # The other rank has written its files long ago when this one gives its file the final name.
+            (path / ".part").write_text("0")
+            time.sleep(1)
+            (path / ".part").rename(path / "rank-0")
+        else:
+            while not (path / ".part").exists():
+                time.sleep(0.01)
+            (path / "rank-1").write_text("1")
+
+    store = CheckpointStore(folder / "run", group=TorchGroup())
+    storage: Any = type(store.storage)
+    entries = storage.entries
+
+    def slowly(self: Any, path: str) -> Any:
+        found = entries(self, path)
+        time.sleep(1.5 * rank)
+        return found
+
+    storage.entries = slowly
+    saved = sorted(os.listdir(store.save(1, write).path))
+    torch.distributed.destroy_process_group()
+    return saved
+
+
+def test_files_that_another_process_still_writes(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: run_in_child(partial(_renaming, rank, tmp_path)), range(2))
+    assert first == second
+    assert {"rank-0", "rank-1"} <= set(first)
+
+
 def test_several_processes_and_an_object_store() -> None:
     class Two:
         rank, size = 0, 2

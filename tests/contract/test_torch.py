@@ -552,7 +552,7 @@ def test_what_is_queued_runs_once_when_a_backward_ends() -> None:
 
 @isolated
 def test_functional_collectives_return_new_tensors() -> None:
-    """`all_reduce`, `all_gather_tensor` and `all_gather_tensor_autograd`."""
+    """`all_reduce`, `all_gather_tensor`, `all_gather_tensor_autograd` and `reduce_scatter_tensor`."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
     value = torch.ones(2, 3, requires_grad=True)
@@ -560,6 +560,7 @@ def test_functional_collectives_return_new_tensors() -> None:
     assert torch.equal(reduced + 0, value)
     assert reduced is not value
     assert (_functional_collectives.all_gather_tensor(value.detach(), 0, group) + 0).shape == (2, 3)
+    assert (_functional_collectives.reduce_scatter_tensor(value.detach(), "sum", 1, group) + 0).shape == (2, 3)
     (_functional_collectives.all_gather_tensor_autograd(value, 0, group) * 3).sum().backward()
     assert value.grad is not None
     assert value.grad.tolist() == [[3.0] * 3] * 2

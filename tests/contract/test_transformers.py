@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import inspect
 from types import CodeType
 from typing import Any
@@ -22,10 +23,13 @@ import transformers.integrations.tpu
 import transformers.modeling_utils
 import transformers.trainer
 import transformers.trainer_pt_utils
+import transformers.vision_utils
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.models.detr.modeling_detr import DetrEncoderLayer
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -33,6 +37,7 @@ from transformers.utils.output_capturing import install_output_capuring_hook
 
 from hf_trainer.checkpoints import SETTINGS
 from xla_adapters.replay.guards.snapshot import _OF_LIBRARIES
+from xla_adapters.tracing.library_reads import _computes_of_batch
 
 _TRAINER_HOOKS = {
     "_inner_training_loop": ["self", "batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
@@ -347,3 +352,17 @@ def test_what_is_replaced_for_ranks() -> None:
     assert "self.accelerator.gather(num_items_in_batch.to(device)).sum()" in inspect.getsource(
         Trainer._get_num_items_in_batch
     )
+
+
+def test_what_is_computed_of_a_batch_on_the_host() -> None:
+    """Functions of sizes of pictures, what may be given to them, and the text of a clamp that changes no number."""
+    names = {value.__name__ for value in vars(transformers.vision_utils).values() if _computes_of_batch(value)}
+    assert {"get_vision_cu_seqlens", "get_vision_position_ids", "get_vision_window_index"} <= names
+    assert "get_vision_interpolation_indices_and_weights" in names
+    assert 'kwargs.pop("position_ids", None)' in inspect.getsource(transformers.vision_utils.get_vision_position_ids)
+    assert "STORE_ATTR" not in {code.opname for code in dis.get_instructions(Qwen2VLModel.get_rope_index)}
+    source = inspect.getsource(DetrEncoderLayer.forward)
+    assert "if not torch.isfinite(hidden_states).all():\n" in source
+    assert "clamp_value = torch.finfo(hidden_states.dtype).max - 1000\n" in source
+    # In one process it is what it is given: a sum, divided by the number of processes.
+    assert "cloned_tensor /= state.num_processes" in inspect.getsource(accelerate.utils.operations.reduce)

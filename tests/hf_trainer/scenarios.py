@@ -5,6 +5,7 @@ Everything here computes with torch, so call it only inside isolated tests.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -155,6 +156,9 @@ def arguments(folder: str | None = None, **options: Any) -> TrainingArguments:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
+    if not hasattr(TrainingArguments, "activation_checkpointing"):
+        # So it is called in transformers 5.22.
+        options = {re.sub("^activation_", "gradient_", name): value for name, value in options.items()}
     return TrainingArguments(**{**defaults, **options})
 
 

@@ -44,6 +44,10 @@ def _noised() -> list[Sample]:
     return [{"x": noise(), "noise": noise(), "times": torch.tensor(at)} for at in range(16)]
 
 
+# Models with LayerDrop draw a number for each layer on the host, in transformers 5.22 also if no layer may be left out.
+LAYERS_ARE_DRAWN = transformers.__version__.startswith("5.22.")
+
+
 def test_a_scheduler_of_diffusers() -> None:
     run = traced_and_replayed(5, make=_Denoiser, data=_noised(), args={"max_steps": 8})
     assert run.counts.compiles == 1
@@ -64,7 +68,10 @@ def test_a_model(name: str) -> None:
     cell.prepare()
     trained, expected = cell.train("error"), cell.train(None)
     assert trained.replays is not None
-    assert trained.replays >= 3
+    if LAYERS_ARE_DRAWN and "Wav2Vec2" in name:
+        assert (trained.replays, [*trained.reasons]) == (0, ["the step draws random numbers on the host"])
+    else:
+        assert trained.replays >= 3
     assert trained.compiles == 1
     assert max(abs(a - b) for a, b in zip(trained.losses, expected.losses, strict=True)) < 1e-5
 
@@ -135,7 +142,7 @@ def _collated(rows: list[Sample]) -> Sample:
     }
 
 
-@pytest.mark.parametrize(("make", "replays"), [(_llava, 5), (_qwen, 0), (_bart, 5)])
+@pytest.mark.parametrize(("make", "replays"), [(_llava, 5), (_qwen, 0), (_bart, 0 if LAYERS_ARE_DRAWN else 5)])
 def test_models_that_look_at_tokens(make: Any, replays: int) -> None:
     """Qwen's keeps a tensor in an attribute, which a replay could not, and has a graph for each place of its images."""
 

@@ -135,10 +135,10 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "torch_compile_backend": ({"torch_compile_backend": "inductor"}, r"xla_mode='eager\+dynamo'"),
     "fused": ({"optim": "adamw_torch", "optim_args": "fused=True"}, "Leave it out"),
     "use_cpu": ({"use_cpu": True}, "PJRT_DEVICE=CPU"),
-    "fsdp": ({"fsdp": "full_shard"}, "leave it off"),
-    "fsdp on XLA": (
-        {"fsdp": "full_shard", "fsdp_config": {"xla": True, "xla_fsdp_v2": True}},
-        "leave it off",
+    "fsdp": ({"fsdp": "full_shard"}, r"add fsdp_config=\{'xla': True\}"),
+    "fsdp with another dtype": (
+        {"fsdp": "full_shard", "fsdp_config": {"xla": True, "xla_fsdp_settings": {"compute_dtype": "bfloat16"}}},
+        "bf16=True",
     ),
     "liger": ({"use_liger_kernel": True}, "leave it off"),
     "empty cache": ({"torch_empty_cache_steps": 2}, "leave it off"),

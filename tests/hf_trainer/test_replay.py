@@ -38,7 +38,7 @@ from tests.hf_trainer.scenarios import (
 )
 from tests.tiny_models import tiny
 from xla_adapters.loop.replay import batch_of
-from xla_adapters.replay.guards.batch import batch_obstacle
+from xla_adapters.replay.call_spec import batch_obstacle
 from xla_adapters.replay.guards.snapshot import computes_only
 
 pytestmark = pytest.mark.isolated

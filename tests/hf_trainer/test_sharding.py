@@ -82,6 +82,21 @@ def test_schemes(scheme: str) -> None:
     trains_as_on_one_cpu("llama", scheme, split=scheme != "dp")
 
 
+def test_fsdp_on_xla_of_the_training_arguments() -> None:
+    start()
+    config = {"xla": True, "xla_fsdp_v2": True, "xla_fsdp_grad_ckpt": True}
+    args = arguments(fsdp="full_shard", fsdp_config=config, **options(max_steps=3))
+    run = ours(model("llama"), data("llama"), args=args)
+    assert run.trainer.sharding_config == ShardingConfig(scheme="fsdp")
+    assert assert_cut_as_planned(run) > 0
+    assert run.trainer.model.is_gradient_checkpointing
+    assert_close(run.losses, reference(model("llama"), data("llama"), args=options(max_steps=3)).losses, 1e-5)
+    # They can be given to another trainer.
+    assert args.fsdp
+    with pytest.raises(ConfigError, match="the training arguments ask for fsdp"):
+        ours(model("llama"), data("llama"), args=args, sharding="dp")
+
+
 @on_4_devices
 def test_four_devices() -> None:
     run = trains_as_on_one_cpu("gpt2", "2d")

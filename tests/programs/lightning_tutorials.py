@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch import callbacks
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -93,7 +93,7 @@ class LitConvNet(L.LightningModule):
 
 
 def averaged_weights(fit: Fit) -> None:
-    fit(LitConvNet(), _loader(), callbacks=[EMAWeightAveraging(decay=0.9)], max_epochs=1)
+    fit(LitConvNet(), _loader(), callbacks=[callbacks.EMAWeightAveraging(decay=0.9)], max_epochs=1)
 
 
 class LitMixup(LitConvNet):

@@ -159,7 +159,7 @@ def test_the_report() -> None:
     examination = Examination(system=_system(versions={**_PAIR, "python": "3.11.1"}), outcomes=outcomes)
     text = examination.text()
     assert examination.status == 1
-    for line in ("python          3.11.1", "FAILED  checkpoint            2.0 s  no room", "| Traceback", "1 CUSTOM"):
+    for line in (f"{'python':22} 3.11.1", "FAILED  checkpoint            2.0 s  no room", "| Traceback", "1 CUSTOM"):
         assert line in text
     assert json.loads(examination.json())["tests"][1]["state"] == "failed"
     assert Examination(system=_system(), outcomes=outcomes[:1]).status == 0

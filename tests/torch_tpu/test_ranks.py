@@ -179,13 +179,6 @@ def _assigned(on_one: bool) -> dict[str, torch.Tensor]:
     return _weights(model)
 
 
-def test_gradients_that_are_assigned_are_averaged_before_the_update() -> None:
-    expected = run_in_child(functools.partial(_assigned, True))
-    for weights in on_ranks(2, functools.partial(_assigned, False)):
-        for name, value in weights.items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
-
-
 def _thawed(on_one: bool) -> dict[str, torch.Tensor]:
     model: Any = _net()
     model[0].requires_grad_(False)
@@ -271,9 +264,11 @@ def _zeroed(on_one: bool) -> dict[str, torch.Tensor]:
     return _weights(model)
 
 
-def test_gradients_that_replace_averages_are_averaged() -> None:
-    expected = run_in_child(functools.partial(_zeroed, True))
-    for weights in on_ranks(2, functools.partial(_zeroed, False)):
+@pytest.mark.parametrize("train", [_assigned, _zeroed])
+def test_gradients_that_are_assigned_are_averaged_before_the_update(train: Callable[[bool], Any]) -> None:
+    """Also those that replace averages."""
+    expected = run_in_child(functools.partial(train, True))
+    for weights in on_ranks(2, functools.partial(train, False)):
         for name, value in weights.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
 
@@ -423,7 +418,7 @@ def _refused() -> list[str]:
     xla_adapters.initialize(spmd=True)
     said = []
     for options in (
-        {"partition_fn": "fsdp"},
+        {"partition_fn": "2d"},
         {"partition_fn": None},
         {"partition_fn": "dp", "input_fn": lambda a, b, c: b},
     ):
@@ -438,8 +433,8 @@ def _refused() -> list[str]:
 
 
 def test_what_ranks_cannot_do_is_refused() -> None:
-    for fsdp, nothing, function in on_ranks(2, _refused):
-        assert "use sharding='dp'" in fsdp
+    for both, nothing, function in on_ranks(2, _refused):
+        assert "sharding='2d'" in both
         assert "partition_fn='dp'" in nothing
         assert "partition_fn='dp'" in function
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torchmetrics
 import transformers
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from transformers import TrainerCallback
@@ -132,14 +132,23 @@ def _assert_same(found: list[dict[str, Any]], expected: dict[str, Any], *, atol:
             assert torch.equal(value, found[0]["weights"][name]), name
 
 
+_SCHEMES = pytest.mark.parametrize("scheme", ["dp", "fsdp"])
+
+
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [("gpt2", 4), *((family, 2) for family in ("gpt2", "llama", "mixtral", "bert", "vit", "t5"))],
 )
 def test_losses_and_weights_of_one_process_in_one_launch_for_each_step(family: str, ranks: int) -> None:
-    """Under clipping, and with another number of labels on each rank. Also tied weights."""
+    """With the whole model and with a shard of it on each rank, and another number of labels. Also tied weights."""
     expected = run_in_child(functools.partial(_train, family, on_cpu=True))
-    found = on_ranks(ranks, functools.partial(_train, family))
+    # On four ranks, too, one scheme is enough: `test_shards` has the other one.
+    for scheme in ("dp", "fsdp")[: 1 if ranks == 4 else 2]:
+        found = on_ranks(ranks, functools.partial(_train, family, xla={"sharding": scheme}))
+        _assert_trained(found, expected)
+
+
+def _assert_trained(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     _assert_same(found, expected)
     for each in found:
         assert each["norms"] == pytest.approx(expected["norms"], abs=1e-4)
@@ -147,10 +156,12 @@ def test_losses_and_weights_of_one_process_in_one_launch_for_each_step(family: s
         assert (each["programs"], each["replayed"]) == (1, 4)
 
 
-def test_accumulation_exchanges_at_its_end() -> None:
+@_SCHEMES
+def test_accumulation(scheme: str) -> None:
+    """With the whole model on each rank, gradients are exchanged at its end."""
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 4}
     expected = run_in_child(functools.partial(_train, on_cpu=True, **options))
-    found = on_ranks(2, functools.partial(_train, **options))
+    found = on_ranks(2, functools.partial(_train, **options, xla={"sharding": scheme}))
     _assert_same(found, expected)
     assert {tuple(each["launches"]) for each in found} == {(2, 2, 2)}
 
@@ -178,22 +189,24 @@ def _saving(folder: str, resume: str | None, **options: Any) -> dict[str, Any]:
     return {**trained, "files": sorted(os.listdir(folder))}
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_resumed_training_goes_on_exactly(tmp_path: Path, asynchronous: bool) -> None:
-    xla = {"checkpoint": {"asynchronous": asynchronous}}
+@pytest.mark.parametrize(("scheme", "asynchronous"), [("dp", False), ("dp", True), ("fsdp", True)])
+def test_a_resumed_training_goes_on_exactly(tmp_path: Path, scheme: str, asynchronous: bool) -> None:
+    xla = {"sharding": scheme, "checkpoint": {"asynchronous": asynchronous}}
     whole = on_ranks(2, functools.partial(_saving, str(tmp_path), None, model=_WITH_DROPOUT, xla=xla))
     assert {"checkpoint-2", "checkpoint-4", "checkpoint-6"} <= set(whole[0]["files"])
     assert len(list(tmp_path.glob("checkpoint-*"))) == 3
-    resume = functools.partial(_saving, str(tmp_path), str(tmp_path / "checkpoint-2"), model=_WITH_DROPOUT)
+    resume = functools.partial(_saving, str(tmp_path), str(tmp_path / "checkpoint-2"), model=_WITH_DROPOUT, xla=xla)
     for before, after in zip(whole, on_ranks(2, resume), strict=True):
         assert after["losses"] == before["losses"]
         assert all(torch.equal(value, before["weights"][name]) for name, value in after["weights"].items())
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_it_can_go_on_with_another_number_of_ranks(tmp_path: Path, ranks: int) -> None:
-    (whole, _) = on_ranks(2, functools.partial(_saving, str(tmp_path), None))
-    resume = functools.partial(_saving, str(tmp_path), str(tmp_path / "checkpoint-4"))
+@pytest.mark.parametrize(
+    ("scheme", "ranks", "then"), [("dp", 1, None), ("dp", 4, "dp"), ("fsdp", 4, "fsdp"), ("fsdp", 2, "dp")]
+)
+def test_it_can_go_on_with_another_number_of_ranks(tmp_path: Path, scheme: str, ranks: int, then: str | None) -> None:
+    (whole, _) = on_ranks(2, functools.partial(_saving, str(tmp_path), None, xla={"sharding": scheme}))
+    resume = functools.partial(_saving, str(tmp_path), str(tmp_path / "checkpoint-4"), xla={"sharding": then})
     # One process, without a launcher.
     _assert_same([run_in_child(resume)] if ranks == 1 else on_ranks(ranks, resume), whole)
 
@@ -286,12 +299,12 @@ def test_a_rank_that_leaves_the_training_is_named(what: str, first: str, second:
         assert re.match(expected, said), said
 
 
-def _terminated(folder: str) -> tuple[Any, list[str]]:
+def _terminated(folder: str, scheme: str) -> tuple[Any, list[str]]:
     try:
         _train(
             folder=folder,
             callbacks=(_OnOneRank("is terminated"),),
-            xla={"checkpoint": {"save_on": "preemption"}},
+            xla={"sharding": scheme, "checkpoint": {"save_on": "preemption"}},
             max_steps=20,
         )
     except SystemExit as left:
@@ -299,13 +312,14 @@ def _terminated(folder: str) -> tuple[Any, list[str]]:
     return "nothing", []
 
 
-def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path: Path) -> None:
-    assert on_ranks(2, functools.partial(_terminated, str(tmp_path))) == [(143, ["checkpoint-3"])] * 2
+@_SCHEMES
+def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path: Path, scheme: str) -> None:
+    assert on_ranks(2, functools.partial(_terminated, str(tmp_path), scheme)) == [(143, ["checkpoint-3"])] * 2
 
 
 def _refused() -> str:
     with pytest.raises(UnsupportedOptionError) as refused:
-        hf_trainer.Trainer(_model("gpt2"), _arguments(), sharding="fsdp")
+        hf_trainer.Trainer(_model("gpt2"), _arguments(), sharding="tp")
     with pytest.raises(UnsupportedOptionError, match="shapes= in several processes"):
         XLAEagerStrategy(shapes="auto")
     with pytest.raises(UnsupportedOptionError, match="with Fabric each would train for itself"):
@@ -314,7 +328,7 @@ def _refused() -> str:
 
 
 def test_what_ranks_cannot_do_is_refused() -> None:
-    assert all("use sharding='dp'" in said for said in on_ranks(2, _refused))
+    assert all("'fsdp' (a shard of it on each)" in said for said in on_ranks(2, _refused))
 
 
 @pytest.mark.long
@@ -434,15 +448,16 @@ def _fit(
     }
 
 
+@_SCHEMES
 @pytest.mark.parametrize(
     "options",
     [{"gradient_clip_val": 0.5}, {"manual": True}, {"accumulate_grad_batches": 2}],
     ids=["clipping", "manual", "accumulation"],
 )
-def test_a_fit_is_that_of_one_process(options: dict[str, Any]) -> None:
+def test_a_fit_is_that_of_one_process(options: dict[str, Any], scheme: str) -> None:
     """Also values that are logged with `sync_dist`, and a metric of torchmetrics."""
     expected = run_in_child(functools.partial(_fit, on_cpu=True, **options))
-    found = on_ranks(2, functools.partial(_fit, **options))
+    found = on_ranks(2, functools.partial(_fit, xla={"sharding": scheme}, **options))
     _assert_same(found, expected)
     for each in found:
         assert each["metrics"] == pytest.approx(expected["metrics"], abs=1e-4)
@@ -452,8 +467,17 @@ def test_a_fit_is_that_of_one_process(options: dict[str, Any]) -> None:
         assert each["launches"][8:] == [1] * 7
 
 
-def test_a_resumed_fit_goes_on_exactly(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"folder": str(tmp_path), "dropout": 0.1, "shuffle": True}
+def test_averages_of_weights_are_shards_too() -> None:
+    def run(on_cpu: bool) -> dict[str, Any]:
+        return _fit(on_cpu=on_cpu, callbacks=(EMAWeightAveraging(decay=0.5),), xla={"sharding": "fsdp"})
+
+    _assert_same(on_ranks(2, functools.partial(run, False)), run_in_child(functools.partial(run, True)))
+
+
+@pytest.mark.parametrize(("scheme", "asynchronous"), [("dp", False), ("fsdp", False), ("fsdp", True)])
+def test_a_resumed_fit_goes_on_exactly(tmp_path: Path, scheme: str, asynchronous: bool) -> None:
+    xla = {"sharding": scheme, "checkpoint": {"asynchronous": asynchronous}}
+    options: dict[str, Any] = {"folder": str(tmp_path), "dropout": 0.1, "shuffle": True, "xla": xla}
     saving = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=5, save_top_k=-1)
     whole = on_ranks(2, functools.partial(_fit, callbacks=(saving,), **options))
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [f"step={step}.ckpt" for step in (10, 15, 5)]

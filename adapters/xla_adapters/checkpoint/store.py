@@ -158,23 +158,38 @@ class CheckpointStore:
             failed: BaseException | None = None
             try:
                 yield draft
-                if self.group.size > 1:
-                    # What another machine has not sent yet, the first rank cannot flush.
-                    make_durable(self.storage, str(draft.path))
             except BaseException as error:  # noqa: BLE001 (raised again, once the other ranks know)
                 failed = error
-            said = cause(failed, draft.path.parent) if failed is not None and is_failed_write(failed) else None
-            reasons = self.group.gather(None if failed is None else said or f"{type(failed).__name__}: {failed}")
-            if any(reason is not None for reason in reasons):
-                message = None if said is None else self._told(doing, said, draft)
-                self._discard(draft)
-                if message is not None:
-                    raise CheckpointWriteError(message) from failed
-                if failed is not None:
-                    raise failed
-                told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
-                raise CheckpointWriteError(f"{doing}: {told}")
+            self._fail_together(doing, draft, failed)
+            if self.group.size > 1:
+                # What another machine has not sent yet, the first rank cannot flush. Not before all have written: files
+                # of another rank may get other names until then.
+                try:
+                    make_durable(self.storage, str(draft.path))
+                except OSError as error:
+                    failed = error
+                self._fail_together(doing, draft, failed)
             draft.checkpoint = self._on_first_rank(doing, lambda: self._finish(draft, describe))
+
+    def _fail_together(self, doing: str, draft: Draft, failed: BaseException | None) -> None:
+        """Discards a draft and raises on all ranks, if one of them has failed.
+
+        Args:
+            doing: in words, for messages.
+            draft: of the checkpoint.
+            failed: the error of this rank, if it has one.
+        """
+        said = cause(failed, draft.path.parent) if failed is not None and is_failed_write(failed) else None
+        reasons = self.group.gather(None if failed is None else said or f"{type(failed).__name__}: {failed}")
+        if any(reason is not None for reason in reasons):
+            message = None if said is None else self._told(doing, said, draft)
+            self._discard(draft)
+            if message is not None:
+                raise CheckpointWriteError(message) from failed
+            if failed is not None:
+                raise failed
+            told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
+            raise CheckpointWriteError(f"{doing}: {told}")
 
     def manifest(
         self, step: int, files: Mapping[str, FileRecord], settings: Mapping[str, Any] | None = None

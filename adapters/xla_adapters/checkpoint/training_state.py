@@ -108,7 +108,8 @@ def snapshot(state: _State) -> _State:
     copies = dict(zip(on_device, runtime.transfers.to_host(list(on_device.values())), strict=True))
     for key, tensor in found.items():
         if key not in copies:
-            copies[key] = tensor.detach().to("cpu", copy=True)
+            # Without values (`meta`) are those that another rank writes.
+            copies[key] = tensor if tensor.is_meta else tensor.detach().to("cpu", copy=True)
     result: _State = replaced(state, lambda tensor: copies[identity(tensor)], _copied)
     return result
 

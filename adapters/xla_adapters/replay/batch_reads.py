@@ -126,9 +126,9 @@ def reads_of(answers: Answers | None, batch: Sequence[torch.Tensor]) -> BatchRea
     Raises:
         CannotReplay: a replay cannot read the same.
     """
-    if answers is None or answers.on_host is None:
+    if answers is None or answers.noted is None:
         return None
-    noted = answers.on_host
+    noted = answers.noted
     if not noted.is_repeatable:
         raise CannotReplay("what is read in the step cannot be read again in a replay")
     positions = {id(tensor): index for index, tensor in enumerate(batch)}

@@ -1,4 +1,4 @@
-"""`BoundState`: attributes of objects other than modules that a step sets, such as a metric's state or a counter."""
+"""`BoundState`: attributes of objects that a step sets, such as a metric's state or a counter."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ class Owner:
         object: it has a `__dict__`.
         names: the attributes that may be set; all if not given.
         sets: attributes that are set whenever others change, even if to the value they have.
+        only_tensors: whether it is a module whose forward may store tensors; its other attributes are guarded.
     """
 
     object: Any
     names: tuple[str, ...] | None = None
     sets: tuple[str, ...] = ()
+    only_tensors: bool = False
 
     def attributes(self) -> dict[str, Any]:
         """The present attributes."""
         own = vars(self.object)
+        if self.only_tensors:
+            return {name: value for name, value in own.items() if _is_on_device(value)}
         return dict(own) if self.names is None else {name: own[name] for name in self.names if name in own}
 
 
@@ -95,10 +99,10 @@ class BoundState:
         }
 
     def tensors(self) -> Iterator[tuple[Any, str, torch.Tensor]]:
-        """The attributes that are tensors: owner, name and tensor."""
+        """The attributes that are tensors and that a step may read: owner, name and tensor."""
         for owner, attributes in self._before.values():
             for name, value in attributes.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and not owner.only_tensors:
                     yield owner.object, name, value
 
     def changes(self, owners: Iterable[Owner]) -> tuple[list[tuple[Any, str]], list[HostChange]]:
@@ -119,14 +123,14 @@ class BoundState:
             known, before = self._before.get(id(owner.object), (None, {}))
             found, unchanged = len(tensors) + len(plain), {}
             now = owner.attributes()
-            if not before.keys() <= now.keys():
+            if not owner.only_tensors and not before.keys() <= now.keys():
                 raise CannotReplay(f"the step removes an attribute of {type(owner.object).__name__}")
             for name, value in now.items():
                 old = before.get(name, _ABSENT)
                 if _is_same(old, value):
                     unchanged[name] = value
                     continue
-                if isinstance(value, torch.Tensor) and value.device.type == device_type():
+                if _is_on_device(value):
                     tensors.append((owner.object, name))
                 elif known is None:
                     # Its owner was made in the step; the next call has another signature.
@@ -143,6 +147,10 @@ class BoundState:
                     elif is_simple(value) and not isinstance(value, torch.Tensor):
                         plain.append(HostChange(owner.object, name, value, value, stays=True))
         return tensors, plain
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == device_type()
 
 
 def _copy(value: Any) -> Any:

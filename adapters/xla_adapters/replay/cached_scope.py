@@ -72,7 +72,7 @@ class CachedScope(SeparatingScope):
         self._runtime.device.initialize()
         # Also if nothing is pending: it detects tensors that share a buffer.
         self._runtime.tracing.flush()
-        self._bound = BoundState(self._spec.bound())
+        self._bound = BoundState(self._spec.owners())
         super()._start_tracing()
         self._stream = self._runtime.random.seed()
 
@@ -106,6 +106,6 @@ class CachedScope(SeparatingScope):
         yield from (entry.tensor for entry in self._undo_log.entries())
         yield from (leaf.grad for leaf, _ in self._undo_log.leaves() if leaf.grad is not None)
         buffers = [module._buffers.get(name) for module, name, _ in self._undo_log.rebound_buffers()]
-        attributes = [owner.attributes() for owner in self._spec.bound()]
+        attributes = [owner.attributes() for owner in self._spec.owners()]
         found = tree_leaves((self._kept, buffers, attributes))
         yield from (leaf for leaf in found if isinstance(leaf, torch.Tensor))

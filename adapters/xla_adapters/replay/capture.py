@@ -219,9 +219,9 @@ class CaptureScope(CachedScope):
         """What is read in the step. What it copies to the device for that counts as a part of the batch."""
         answers, batch = self._breaks.answers, self._spec.batch
         reads = reads_of(answers, batch)
-        if answers is not None and answers.on_host is not None:
+        if answers is not None and answers.noted is not None:
             self._kept[NUMBERS] = answers.deferred.stacked
-            uploads = [tensor for _, tensor in answers.on_host.uploads]
+            uploads = [tensor for _, tensor in answers.noted.uploads]
             self._spec.tensors.batch = [*batch, *uploads]
             for index, handle in enumerate(self._runtime.lazy.handles(uploads), len(batch)):
                 self._given.append((Slot("batch", name=index), handle))

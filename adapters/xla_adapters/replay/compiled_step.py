@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError
-from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.guards.batch import batch_obstacle
+from xla_adapters.replay.call_spec import CallSpec, batch_obstacle
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.replay.safety import MODULE_CALLS, Analysis, Batch, FrameworkModel, Unsafe, Value, nothing
 from xla_adapters.replay.tracked_code import TrackedCode

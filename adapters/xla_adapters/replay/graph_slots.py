@@ -141,7 +141,7 @@ class GraphSlots:
                 slot = Slot("bound", owner, name)
                 self.storages[slot.key] = storage_of(before)
                 self._source(slot, before)
-        tensors, self.host_changes = bound.changes(self._spec.bound())
+        tensors, self.host_changes = bound.changes(self._spec.owners())
         for owner, name in tensors:
             slot = Slot("bound", owner, name)
             self.rebound.add(slot.key)

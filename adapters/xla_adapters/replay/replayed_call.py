@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_unflatten
 
 from xla_adapters.errors import DeviceOutOfMemoryError, TensorReadError
+from xla_adapters.open_step import open_step
 from xla_adapters.replay.batch_reads import NUMBERS, ReadsOfReplay
 from xla_adapters.replay.number import Number, Update
 from xla_adapters.replay.prepared_call import PreparedCall
@@ -125,6 +126,8 @@ class ReplayedCall:
         """Begins the call. Optimizers that step in it update nothing: the executable does."""
         self._interrupts.install()
         self._is_open = True
+        self._restores.callback(setattr, open_step, "is_replay", open_step.is_replay)
+        open_step.is_replay = True
         if self.stepping:
             self._restores.callback(register_optimizer_step_pre_hook(self._empty).remove)
             self._restores.callback(register_optimizer_step_post_hook(self._refill).remove)

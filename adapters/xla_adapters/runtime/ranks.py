@@ -94,6 +94,7 @@ class Ranks:
         rank: of this process, from 0.
         size: number of ranks.
         before_update: called with an optimizer that is about to step.
+        around_call: makes a call of a function of torch in a traced step; None if nothing is different for ranks.
         for_saving: a group of torch that only a save, perhaps in the background, uses.
     """
 
@@ -103,6 +104,7 @@ class Ranks:
         # Of their own: what a program does with the default group does not get between.
         self._messages, self._values, self.for_saving = (dist.new_group(backend="gloo") for _ in range(3))
         self.before_update: Callable[[torch.optim.Optimizer], None] = _refuse_update
+        self.around_call: Callable[..., Any] | None = None
         register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.before_update(optimizer))
         self._tell_uncaught_errors()
         self._is_over = False
@@ -140,6 +142,31 @@ class Ranks:
         """
         values: list[Any] = [None] * self.size
         self._waiting(lambda: dist.all_gather_object(values, value, group=self._values), what)
+        return values
+
+    def gather_tensor(self, tensor: torch.Tensor, what: str, *, to_all: bool) -> list[torch.Tensor]:
+        """The tensors of all ranks, in their order. All ranks call it.
+
+        Args:
+            tensor: on the host, of the same shape and dtype on each rank.
+            what: it is, in words; the same on all ranks.
+            to_all: whether other ranks than the first get them; otherwise these get an empty list.
+
+        Raises:
+            RankError: a rank is gone, or does not come within the deadline.
+        """
+        gets = to_all or not self.rank
+        values = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self.size if gets else 0)]
+        # In bytes: gloo does not know all dtypes.
+        sent, *received = (each.contiguous().view(-1).view(torch.uint8) for each in (tensor, *values))
+
+        def gather() -> None:
+            if to_all:
+                dist.all_gather(received, sent, group=self._values)
+            else:
+                dist.gather(sent, received or None, group=self._values)
+
+        self._waiting(gather, what)
         return values
 
     def wait(self, what: str) -> None:

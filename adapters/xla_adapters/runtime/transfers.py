@@ -143,12 +143,25 @@ class Upload:
 
 _uploads = WeakTensorKeyDictionary()
 _names = WeakTensorKeyDictionary()
+_keeps_floats = False
 
 
-def note_upload(host: torch.Tensor, device: torch.Tensor) -> None:
-    """A tensor was copied to the device. Only those of integers and booleans are remembered."""
-    dtype = device.dtype
-    if dtype.is_floating_point or dtype.is_complex or host.numel() > LARGEST or host is device:
+def keep_floats(*, keeps: bool) -> None:
+    """Whether values of batches of floating point numbers are remembered, too: one more copy of each batch."""
+    global _keeps_floats
+    _keeps_floats = keeps
+
+
+def note_upload(host: torch.Tensor, device: torch.Tensor, *, of_numbers: bool = False) -> None:
+    """A tensor was copied to the device. Those of integers and booleans are remembered, others by `keep_floats`.
+
+    Args:
+        host: the original.
+        device: the copy.
+        of_numbers: whether it was made of Python numbers; these are always remembered.
+    """
+    is_kept = _keeps_floats or of_numbers if device.dtype.is_floating_point else host.numel() <= LARGEST
+    if not is_kept or device.dtype.is_complex or host is device:
         return
     with torch.no_grad(), torch._C.DisableTorchFunction():
         _uploads[device] = Upload(host, device)
@@ -167,16 +180,20 @@ def forget_upload(device: torch.Tensor) -> None:
         _uploads.pop(device, None)
 
 
+def is_of_batch(device: torch.Tensor) -> bool:
+    """Whether a tensor belongs to the batch of a step."""
+    return device in _names
+
+
 def name_tensors(batch: Any, path: str = "") -> None:
-    """Remembers the name of each tensor of integers in a batch, for messages.
+    """Remembers the name of each tensor in a batch, for messages.
 
     Args:
         batch: tensors in mappings, lists and tuples.
         path: the name of the batch.
     """
     if isinstance(batch, torch.Tensor):
-        if not batch.dtype.is_floating_point:
-            _names[batch] = path or "the batch"
+        _names[batch] = path or "the batch"
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
             name_tensors(value, f"{path}.{key}" if path else str(key))

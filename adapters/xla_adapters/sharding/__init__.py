@@ -9,8 +9,9 @@ With TorchTPU a process has one device: there `DataParallel` (data_parallel.py) 
 Other rooms import from here, and from the rooms in this one: planner/ (which imports the solver), measure/ and state/.
 """
 
+from xla_adapters.sharding.collectives import gathered_in_step, reduced_in_step
 from xla_adapters.sharding.config import MEASURED_PLANS, Scheme, ShardingConfig, TopologyName
-from xla_adapters.sharding.data_parallel import DataParallel, gathered_in_step, launched_ranks, reduced_in_step
+from xla_adapters.sharding.data_parallel import DataParallel, launched_ranks, share_state
 from xla_adapters.sharding.distribute import accept_placements, distribute_module, place_batch, plan_of
 from xla_adapters.sharding.hlo import HloStats, read_hlo
 from xla_adapters.sharding.mesh import Mesh
@@ -27,6 +28,7 @@ from xla_adapters.sharding.plan_data import (
 )
 from xla_adapters.sharding.report import UNITS_NOTE, human_bytes, human_seconds, table
 from xla_adapters.sharding.sharder import Sharder, make_plan
+from xla_adapters.sharding.shards import for_first_rank, own_shard, whole_parameters
 from xla_adapters.sharding.templates import default_mesh, template
 
 __all__ = [
@@ -52,16 +54,20 @@ __all__ = [
     "checkpoint_activations",
     "default_mesh",
     "distribute_module",
+    "for_first_rank",
     "gathered_in_step",
     "human_bytes",
     "human_seconds",
     "launched_ranks",
     "load_model",
     "make_plan",
+    "own_shard",
     "place_batch",
     "plan_of",
     "read_hlo",
     "reduced_in_step",
+    "share_state",
     "table",
     "template",
+    "whole_parameters",
 ]

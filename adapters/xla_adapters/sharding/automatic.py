@@ -427,6 +427,14 @@ def state_bytes(parameter: torch.Tensor, shards: int) -> float:
     return float(parameter.numel() * parameter.element_size() * copies) / shards
 
 
+def memory_of_device(config: ShardingConfig) -> tuple[float, str]:
+    """Bytes of a device that a training may use, and in words where the figure comes from."""
+    if config.memory_budget is not None:
+        return config.memory_budget, "memory_budget"
+    topology, _ = _topology(config)
+    return _USABLE * topology.memory_bytes, f"{_USABLE:.0%} of the memory of {topology.name}; topology= names another"
+
+
 def _state(plan: ShardingPlan) -> float:
     """Bytes per device of parameters and optimizer state."""
     memory = plan.predicted.memory if plan.predicted is not None else {}

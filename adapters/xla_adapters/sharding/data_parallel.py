@@ -11,14 +11,12 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd import Variable
-from torch.distributed import _functional_collectives as collectives
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from xla_adapters.config import XLAConfig
@@ -27,91 +25,21 @@ from xla_adapters.open_step import in_step, open_step
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.ranks import Ranks
 from xla_adapters.runtime.transfers import uploading
+from xla_adapters.sharding.collectives import mean_over_ranks, of_first_rank
 from xla_adapters.sharding.config import ShardingConfig
+from xla_adapters.sharding.report import human_bytes
+from xla_adapters.sharding.shard_calls import ShardCalls, is_split
+from xla_adapters.sharding.shards import (
+    FullySharded,
+    SharedStates,
+    gathered_on_host,
+    mark_shards,
+    only_tensors,
+    shard_of,
+)
+from xla_adapters.tracing.optimizers import eager_reason
 
 _log = logging.getLogger(__name__)
-_Hook = TypeVar("_Hook", bound=Callable[..., Any])
-# Elements. Smaller gradients travel together; larger ones by themselves, since joining them copies them.
-_TOGETHER_BELOW = 1 << 18
-
-
-def mean_over_ranks(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The means over all ranks of tensors on the device, summed in float32 if they have half its bits.
-
-    Args:
-        tensors: of the same shapes and dtypes on each rank, in the same order.
-    """
-    return _small_ones_together(_mean, tensors)
-
-
-def of_first_rank(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The values that tensors on the device have on the first rank.
-
-    Gathered, since a broadcast of torch_tpu is another program on the rank that sends.
-    """
-    return _small_ones_together(lambda tensor: gathered_in_step(tensor, False)[0], tensors)
-
-
-def _small_ones_together(
-    compute: Callable[[torch.Tensor], torch.Tensor], tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    results: list[torch.Tensor | None] = [None] * len(tensors)
-    small: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.numel() < _TOGETHER_BELOW:
-            small.setdefault(tensor.dtype, []).append(index)
-        else:
-            results[index] = compute(tensor)
-    for indices in small.values():
-        joined = compute(torch.cat([tensors[index].reshape(-1) for index in indices]))
-        parts = joined.split([tensors[index].numel() for index in indices])
-        for index, part in zip(indices, parts, strict=True):
-            results[index] = part.view(tensors[index].shape)
-    return [result for result in results if result is not None]
-
-
-def reduced_in_step(tensor: torch.Tensor, operation: str) -> torch.Tensor:
-    """A tensor on the device, reduced over all ranks.
-
-    Args:
-        tensor: of the same shape on each rank.
-        operation: `mean` or `avg`, `sum`, `max`, `min` or `product`.
-    """
-    if operation in ("mean", "avg"):
-        return _mean(tensor if tensor.is_floating_point() else tensor.float())
-    reduced: torch.Tensor = collectives.all_reduce(tensor, operation, _world()) + 0
-    return reduced
-
-
-def gathered_in_step(tensor: torch.Tensor, with_gradients: bool) -> torch.Tensor:
-    """The tensors of all ranks, stacked.
-
-    Args:
-        tensor: on the device, of the same shape on each rank.
-        with_gradients: whether the gradients that the other ranks compute for it are added to its own.
-    """
-    gather = collectives.all_gather_tensor_autograd if with_gradients else collectives.all_gather_tensor
-    with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
-        gathered: torch.Tensor = gather(tensor.unsqueeze(0).contiguous(), 0, _world()) + 0
-    return gathered
-
-
-def _world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def _mean(tensor: torch.Tensor) -> torch.Tensor:
-    precise = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-    total: torch.Tensor = collectives.all_reduce(precise, "sum", _world())
-    return (total / dist.get_world_size()).to(tensor.dtype)
-
-
-def _only_tensors(hook: _Hook) -> _Hook:
-    """Marks a hook whose Python a replay may leave out: it computes with tensors alone."""
-    vars(hook)["only_tensors"] = True
-    return hook
 
 
 def launched_ranks(config: ShardingConfig | None, steps: XLAConfig, shapes: object) -> DataParallel | None:
@@ -143,19 +71,45 @@ def launched_ranks(config: ShardingConfig | None, steps: XLAConfig, shapes: obje
 
 
 def check_scheme(config: ShardingConfig | None) -> None:
-    """Raises if ranks cannot do what options for sharding ask for; says what `"auto"` is.
+    """Raises if ranks cannot do what options for sharding ask for.
 
     Raises:
-        UnsupportedOptionError: they ask for another scheme than data parallel training.
+        UnsupportedOptionError: they ask for another scheme than `"dp"`, `"fsdp"` or `"auto"`, or for its details.
     """
-    if config == ShardingConfig():
-        _log.info("sharding='auto' in several processes is 'dp': each has the whole model, and a part of each batch")
-    elif config not in (None, ShardingConfig(scheme="dp")):
-        asked = repr(config.scheme) if config == ShardingConfig(scheme=config.scheme) else config
+    if config is None:
+        return
+    own = ShardingConfig(scheme=config.scheme, memory_budget=config.memory_budget, topology=config.topology)
+    if config != own or config.scheme not in ("auto", "dp", "fsdp"):
+        asked = repr(config.scheme) if config == own else config
         raise UnsupportedOptionError(
-            f"sharding={asked}: several processes with one device each ({get_runtime().name}) train data parallel, "
-            "with the whole model on each: use sharding='dp', or shard with torch_xla"
+            f"sharding={asked}: several processes with one device each ({get_runtime().name}) have sharding='dp' (the "
+            "whole model on each), 'fsdp' (a shard of it on each), and 'auto' (one of them, by the memory of a device: "
+            "topology= and memory_budget=), with no other options; or shard with torch_xla"
         )
+
+
+def _holds_shards(model: torch.nn.Module, config: ShardingConfig | None) -> bool:
+    """Whether each rank keeps only a shard of a model. Says what `"auto"` is.
+
+    Averaging gradients sends less than gathering parameters, so that only memory speaks for shards.
+    """
+    if config is None or config.scheme != "auto":
+        return config is not None and config.scheme == "fsdp"
+    from xla_adapters.sharding.automatic import memory_of_device, state_bytes
+
+    limit, of = memory_of_device(config)
+    state = sum(state_bytes(parameter, 1) for parameter in model.parameters())
+    # The other half is for activations.
+    shards = 2 * state > limit
+    _log.info(
+        "sharding='auto' is %r: parameters, gradients and Adam's averages take %s, which is %s than half of %s (%s)",
+        "fsdp" if shards else "dp",
+        human_bytes(state),
+        "more" if shards else "not more",
+        human_bytes(limit),
+        of,
+    )
+    return shards
 
 
 class DataParallel:
@@ -177,20 +131,23 @@ class DataParallel:
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
         # By `id`: tensors are compared by their values.
         self._hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        # Whose gradients the present backward has changed, and those before it without an exchange.
-        self._touched: list[torch.Tensor] = []
+        # Whose gradients each backward under way has changed (a reentrant checkpoint runs one in another), and those
+        # before it without an exchange.
+        self._touched: dict[int, list[torch.Tensor]] = {}
         self._waiting: list[torch.Tensor] = []
         self._is_held = False
-        # The backward at whose end gradients will be averaged; one that fails does not come to its end.
-        self._queued_for = -1
         # Gradients that are averages, by the `id` of their parameters; until they are updated.
         self._averaged: dict[int, torch.Tensor] = {}
         # The buffers before a step with their versions, and which step. The buffers themselves: a later one can get the
         # `id` of one that is gone.
         self._noted: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
         self._noted_in: weakref.ref[object] | None = None
+        self._sharded: weakref.WeakKeyDictionary[torch.nn.Module, FullySharded] = weakref.WeakKeyDictionary()
+        self._calls = ShardCalls()
+        self._calls.on_write = self._hide
         if ranks is not None:
             ranks.before_update = self._before_update
+            self._states = SharedStates(ranks)
 
     @classmethod
     def of_process(cls) -> DataParallel:
@@ -211,16 +168,28 @@ class DataParallel:
         """In another process models are not averaged yet."""
         return DataParallel.of_process, ()
 
-    def prepare(self, model: torch.nn.Module) -> None:
+    def prepare(self, model: torch.nn.Module, config: ShardingConfig | None = None) -> None:
         """Has the gradients of a model averaged from now on; can be called again.
 
         Args:
             model: gets the values that it has on the first rank.
+            config: says whether each rank keeps only a shard of it; looked at in the first call.
+
+        Raises:
+            ConfigError: no parameter of the model can be split.
         """
         if model not in self._models:
-            self._take_values_of_first([tensor.data for tensor in (*model.parameters(), *model.buffers())])
+            mark_shards(model)
+            tensors = [*model.parameters(), *model.buffers()]
+            # A part of it may have been given before.
+            self._take_values_of_first([tensor.data for tensor in tensors if not is_split(tensor)])
+            if _holds_shards(model, config):
+                self._sharded[model] = FullySharded(model, self.ranks, self._calls)
+                self.ranks.around_call = self._calls
             self._models[model] = None
             model.register_forward_pre_hook(self._before_forward)
+        if model in self._sharded:
+            self._sharded[model].split()
         self._hook(model)
         self._begin_notes()
         for known in self._models:
@@ -233,6 +202,34 @@ class DataParallel:
                 with uploading():
                     for tensor, value in zip(tensors, host, strict=True):
                         tensor.copy_(value)
+
+    def has_shards(self, model: torch.nn.Module) -> bool:
+        """Whether this rank keeps only a shard of a model."""
+        return model in self._sharded
+
+    def share_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has the states of an optimizer saved whole, and split when they are loaded. See `SharedStates`."""
+        self._states.add(optimizer)
+
+    def join(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Moves a model of which ranks have shards to the host of each, whole; `prepare` splits it again.
+
+        Args:
+            model: given to `prepare`.
+            optimizers: whose states get whole, too.
+        """
+        if model in self._sharded:
+            for optimizer in optimizers:
+                self._states.join(optimizer)
+            self._sharded[model].join()
+
+    def gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The gradients of a model by name, averaged over the ranks, whole, and on the host."""
+        return {
+            name: _mean_on_host(parameter, parameter.grad.detach(), self.ranks)
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
 
     @contextmanager
     def without_exchange(self, without: bool = True) -> Iterator[None]:
@@ -249,7 +246,7 @@ class DataParallel:
 
     # ---- in a step -------------------------------------------------------------------------------
 
-    @_only_tensors
+    @only_tensors
     def _before_forward(self, model: torch.nn.Module, args: Any) -> None:
         # Parameters that were frozen when the model was prepared.
         self._hook(model)
@@ -259,25 +256,34 @@ class DataParallel:
             self._note_buffers(model)
 
     def _hook(self, model: torch.nn.Module) -> None:
+        # Not on the host: parameters that have weak references would not be moved, but replaced.
+        owns = get_runtime().device.owns
         for parameter in () if self._ranks is None else model.parameters():
-            if parameter.requires_grad and self._hooked.get(id(parameter)) is not parameter:
+            is_known = self._hooked.get(id(parameter)) is parameter
+            # `torch.func.functional_call` may have put another tensor in its place.
+            if parameter.requires_grad and parameter.is_leaf and owns(parameter) and not is_known:
                 self._hooked[id(parameter)] = parameter
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
-    @_only_tensors
+    @only_tensors
     def _accumulated(self, parameter: torch.Tensor) -> None:
         backward = torch._C._current_graph_task_id()
-        if self._queued_for != backward:
-            self._queued_for = backward
-            self._touched.clear()
-            Variable._execution_engine.queue_callback(self._backward_ended)
-        self._touched.append(parameter)
+        if backward not in self._touched:
+            self._touched[backward] = []
+            Variable._execution_engine.queue_callback(functools.partial(self._backward_ended, backward))
+        self._touched[backward].append(parameter)
         self._averaged.pop(id(parameter), None)
 
-    @_only_tensors
-    def _backward_ended(self) -> None:
-        self._waiting += self._touched
-        self._touched.clear()
+    def _hide(self) -> None:
+        for sharded in list(self._sharded.values()):
+            sharded.hide()
+
+    @only_tensors
+    def _backward_ended(self, backward: int) -> None:
+        touched = self._touched.pop(backward, [])
+        if not self._touched:
+            self._hide()
+        self._waiting += [parameter for parameter in touched if not is_split(parameter)]
         if self._is_held:
             return
         once = {id(parameter): parameter for parameter in self._waiting}
@@ -307,6 +313,13 @@ class DataParallel:
             for parameter in group["params"]
             if parameter.grad is not None and get_runtime().device.owns(parameter)
         ]
+        if self._sharded:
+            self._states.add(optimizer)
+            self._states.check(optimizer)
+            self._hide()
+            if any(map(is_split, updated)) and not open_step.is_replay:
+                _check_update_of_shards(optimizer)
+            updated = [parameter for parameter in updated if not is_split(parameter)]
         alone = [parameter for parameter in updated if self._hooked.get(id(parameter)) is not parameter]
         if alone:
             shapes = ", ".join(str(list(parameter.shape)) for parameter in alone[:3])
@@ -337,6 +350,8 @@ class DataParallel:
         ]
 
     def _begin_notes(self) -> None:
+        # A backward that has failed did not come to its end.
+        self._touched.clear()
         step = open_step.step
         self._noted_in, self._noted = None if step is None else weakref.ref(step), {}
 
@@ -353,6 +368,41 @@ def _is_changed(buffer: torch.Tensor, noted: tuple[torch.Tensor, int] | None) ->
 
 def _is_training_norm(module: torch.nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and module.training and module.track_running_stats
+
+
+def _check_update_of_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Raises if nobody looks at what an update computes with shards: `ShardCalls` does in traced steps."""
+    if not in_step():
+        raise UnsupportedOptionError(
+            f"{type(optimizer).__name__} updates shards of parameters outside of a step (sharding='fsdp'), where norms "
+            "for clipping and the like would be those of this rank's shards: update in a step "
+            "(xla_adapters.CompiledStep, xla_adapters.step())"
+        )
+    reason = eager_reason(optimizer)
+    if reason is not None:
+        raise UnsupportedOptionError(
+            f"{type(optimizer).__name__} updates shards of parameters operation by operation ({reason}), and would "
+            "compute with them as if they were whole: use another optimizer, or sharding='dp'"
+        )
+
+
+def share_state(optimizer: torch.optim.Optimizer) -> None:
+    """Has `state_dict()` of an optimizer give whole states where ranks hold shards, and `load_state_dict` take shards.
+
+    An optimizer that has stepped, and those of trainers, do so already. In one process nothing changes.
+
+    Args:
+        optimizer: of a model that `distribute_module` returned.
+    """
+    if get_runtime().device.ranks is not None:
+        DataParallel.of_process().share_state(optimizer)
+
+
+def _mean_on_host(parameter: torch.Tensor, gradient: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    if (shard := shard_of(parameter)) is not None:
+        return gathered_on_host(gradient, shard, ranks)
+    (host,) = get_runtime().transfers.to_host([gradient])
+    return torch.stack(ranks.gather_tensor(host, "gradients", to_all=True)).mean(0)
 
 
 @functools.cache

@@ -161,10 +161,10 @@ def distribute_module(
         module: on the host, or already annotated on the device; changed in place.
         device_mesh: chosen if not given. Its axes must be named `"data"` (the batch) and `"model"` (layers).
         partition_fn: `"AUTO"` takes the cheapest plan; `"dp"`, `"fsdp"`, `"tp"` and `"2d"` are templates; a
-            `ShardingConfig` can be either. Ranks of TorchTPU have `"dp"` only. Parameters that are DTensors or
-            annotated keep their sharding. A function is called as torch calls it, with each module's name, the module
-            and the mesh; it shards the module's parameters with `distribute_tensor` or `xs.mark_sharding`, and all
-            others are replicated. None replicates everything.
+            `ShardingConfig` can be either. Ranks of TorchTPU have `"dp"` and `"fsdp"` only. Parameters that are
+            DTensors or annotated keep their sharding. A function is called as torch calls it, with each module's
+            name, the module and the mesh; it shards the module's parameters with `distribute_tensor` or
+            `xs.mark_sharding`, and all others are replicated. None replicates everything.
         input_fn: called with (module, inputs, mesh) before each forward, instead of the splitting; returns the inputs,
             or None if it annotated them in place.
         output_fn: called with (module, outputs, mesh) after each forward; returns the outputs, or None.
@@ -207,15 +207,15 @@ def _over_ranks(module: torch.nn.Module, partition_fn: object, mesh: Mesh | None
     """Has ranks train a module together, each with the whole of it and its own part of each batch."""
     if partition_fn is None or callable(partition_fn) or function is not None or mesh is not None:
         raise UnsupportedOptionError(
-            "several processes with one device each train data parallel: give distribute_module the module and "
-            "partition_fn='dp', and each rank its own part of the batch"
+            "several processes with one device each: give distribute_module the module and partition_fn='dp' or "
+            "'fsdp', and each rank its own part of the batch"
         )
     config = _config(partition_fn, mesh)  # type: ignore[arg-type]
     check_scheme(config)
     _over[module] = ranks = DataParallel.of_process()
     if get_runtime().device.ranks is None:
         return module.to(get_runtime().device.torch_device())
-    ranks.prepare(module)
+    ranks.prepare(module, config)
     module.to(get_runtime().device.torch_device())
     ranks.prepare(module)
     return module

@@ -20,8 +20,8 @@ from xla_adapters.utils.child_process import Asked, ask, python_path
 
 _PACKAGE = "xla-adapters"
 _BESIDE = ("libtpu", "jax", "tensorboard")
-# The extras of the runtimes and of the frameworks, whose packages are reported.
-_EXTRAS = ("xla", "torch-tpu", "hf", "lightning")
+# The extras of runtimes, frameworks and other libraries, whose packages are reported.
+_EXTRAS = ("xla", "torch-tpu", "hf", "lightning", "ecosystem")
 # Prefixes and names of variables that torch_xla, XLA, libtpu, glibc or this package read.
 _VARIABLES = ("XLA_", "PJRT_", "PT_XLA", "TPU_", "CPU_NUM_DEVICES", "LIBTPU", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 _MORE_VARIABLES = ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU", "TF_CPP_MIN_LOG_LEVEL")
@@ -255,7 +255,7 @@ class Examination:
         """The report, to read and to put into a bug report."""
         system = self.system
         lines = ["versions"]
-        lines += [f"  {name:16}{number}" for name, number in system.versions.items()]
+        lines += [f"  {name:22} {number}" for name, number in system.versions.items()]
         lines += ["", "machine", f"  {system.machine}"]
         lines.append(f"  {system.devices} {system.hardware or 'unknown'} device(s)")
         lines += [f"  {name}={value}" for name, value in system.environment.items()]

@@ -59,7 +59,7 @@ class PlaceholderCapture(PlaceholderScope):
 
     def _start_tracing(self) -> None:
         self._watched = dict(self._spec.watched())
-        self._bound = BoundState(self._spec.bound())
+        self._bound = BoundState(self._spec.owners())
         self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
         self._host_random = HostRandom.now()
         super()._start_tracing()
@@ -138,7 +138,7 @@ class PlaceholderCapture(PlaceholderScope):
     def _recorded(self, trace: Trace, program: Program) -> RecordedCall:
         log = self._undo_log
         rebound = log.rebound_buffers()
-        bound, attributes = self._bound.changes(self._spec.bound())
+        bound, attributes = self._bound.changes(self._spec.owners())
         names = {(id(module), name) for module, name, _ in rebound} | {(id(owner), name) for owner, name in bound}
         snapshot = ModuleSnapshot(
             self._called.values(),
