@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from transformers import EncoderDecoderModel, GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from hf_trainer.patches import as_if_compiling
+from hf_trainer.shapes import Prompts, TrainerShapes
 from xla_adapters import StepProgram, get_runtime
 from xla_adapters.runtime.modes import eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
@@ -26,7 +28,12 @@ GENERATION = "generate"
 
 @contextmanager
 def compiled_forward(
-    model: torch.nn.Module, program: StepProgram, results: Callable[[Any], Any] = lambda results: results
+    model: torch.nn.Module,
+    program: StepProgram,
+    results: Callable[[Any], Any] = lambda results: results,
+    *,
+    of_prompts: str = "",
+    shapes: TrainerShapes | None = None,
 ) -> Iterator[None]:
     """Inside the context each call of the model is one compiled graph, executed once.
 
@@ -36,6 +43,8 @@ def compiled_forward(
         model: its `forward` is replaced on the instance, and put back at the exit.
         program: runs and explains the graphs.
         results: called with the results when the graph was executed; returns what the call returns.
+        of_prompts: what distinguishes the graphs from those for prompts of other lengths, in words.
+        shapes: gives inputs few shapes.
     """
     forward: Callable[..., Any] = model.forward
 
@@ -43,21 +52,29 @@ def compiled_forward(
     def compiled(*args: Any, **kwargs: Any) -> Any:
         if program.is_open:
             return forward(*args, **kwargs)
+        length, cut = of_prompts, None
+        if shapes is not None and not args:
+            kwargs, length, cut = shapes.of_evaluation(kwargs, preprocesses=False)
         with uploading():
             args, kwargs = _upload(args), _upload(kwargs)
-        phase, cache = _phase(model, kwargs)
+        phase, cache = _phase(model, kwargs, length)
         with Discarding(program):
             program.open(inputs=_tensors_only(kwargs), phase=phase, facts={"cache": cache})
             with torch.no_grad(), as_if_compiling():
                 computed = forward(*args, **kwargs)
             program.close()
-        return results(computed)
+        returned = results(computed)
+        if cut is not None and isinstance(returned, ModelOutput):
+            returned.loss, returned.logits, _ = cut((returned.get("loss"), returned.get("logits"), None))
+        return returned
 
     with replaced(model, "forward", compiled):
         yield
 
 
-def generate(model: Any, *args: Any, program: StepProgram, **kwargs: Any) -> Any:
+def generate(
+    model: Any, *args: Any, program: StepProgram, shapes: TrainerShapes | None = None, **kwargs: Any
+) -> Any:
     """`model.generate`, every strategy of it, with the model on an XLA device.
 
     Token bookkeeping (growing sequences, beams, stopping) stays on the host, where it costs no compile. The model
@@ -72,17 +89,25 @@ def generate(model: Any, *args: Any, program: StepProgram, **kwargs: Any) -> Any
         model: a transformers model on the device.
         args: as for `model.generate`; tensors may be on the host or the device.
         program: runs and explains the graphs.
+        shapes: gives prompts few lengths.
         kwargs: as for `model.generate`.
 
     Returns:
         As `model.generate`, on the host.
     """
     args, kwargs = to_host_in_one_transfer((args, kwargs))
+    prompts = None if shapes is None else _prompts(model, args, kwargs, shapes)
+    if prompts is not None:
+        args, kwargs = (), prompts.options
+    length = "" if prompts is None else prompts.phase
     with ExitStack() as stack:
         # In the config, because a model's own `generate` may hand its arguments on to something else.
         config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
         if _wants_static_cache(model, kwargs):
             stack.enter_context(replaced(config, "cache_implementation", "static"))
+            # One cache for prompts of all lengths: the graph of further tokens is the same for them.
+            if prompts is not None and prompts.cache_length and getattr(config, "max_cache_len", 0) is None:
+                stack.enter_context(replaced(config, "max_cache_len", prompts.cache_length))
         if config is not None:
             # On some devices transformers would compile the call of the model by `torch.compile`.
             stack.enter_context(replaced(config, "disable_compile", True))
@@ -98,37 +123,52 @@ def generate(model: Any, *args: Any, program: StepProgram, **kwargs: Any) -> Any
             for part in _parts(model):
                 stack.enter_context(compiled_forward(part, program, to_host_in_one_transfer))
                 if isinstance(part, GenerationMixin):
-                    stack.enter_context(replaced(part, "generate", _of(part, program)))
-        stack.enter_context(compiled_forward(model, program, _loss_and_logits_on_host))
+                    stack.enter_context(replaced(part, "generate", _of(part, program, shapes)))
+        stack.enter_context(compiled_forward(model, program, _loss_and_logits_on_host, of_prompts=length))
         if model.config.is_encoder_decoder:
-            stack.enter_context(compiled_forward(model.get_encoder(), program))
+            stack.enter_context(compiled_forward(model.get_encoder(), program, of_prompts=length))
         generated = model.generate(*args, **kwargs)
-    return to_host_in_one_transfer(generated) if not isinstance(generated, torch.Tensor) else _to_host(generated)
+    generated = to_host_in_one_transfer(generated)
+    return generated if prompts is None else prompts.cut(generated)
 
 
 @contextmanager
-def compiled_generation(owner: Any, model: torch.nn.Module, program: StepProgram) -> Iterator[None]:
+def compiled_generation(
+    owner: Any, model: torch.nn.Module, program: StepProgram, shapes: TrainerShapes | None = None
+) -> Iterator[None]:
     """Inside the context `owner.generate` is the function `generate` above, and calls of the model are compiled.
 
     Args:
         owner: the model whose `generate` is replaced on the instance, and put back at the exit.
         model: the same, or a wrapper of it, that is called without generating.
         program: runs and explains the graphs.
+        shapes: gives prompts and other inputs few shapes.
     """
     with (
-        replaced(owner, "generate", _of(owner, program)),
-        compiled_forward(model, program, _loss_and_logits_on_host),
+        replaced(owner, "generate", _of(owner, program, shapes)),
+        compiled_forward(model, program, _loss_and_logits_on_host, shapes=shapes),
     ):
         yield
 
 
-def _of(model: Any, program: StepProgram) -> Callable[..., Any]:
+def _prompts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any], shapes: TrainerShapes) -> Prompts | None:
+    """The arguments of a model's `generate`, by name; None if its prompts are no tokens."""
+    named = inspect.signature(model.generate).bind_partial(*args, **options).arguments
+    named |= named.pop("kwargs", {})
+    if model.main_input_name != "input_ids" and named.get("input_ids") is None:
+        return None
+    if (ids := named.pop("inputs", None)) is not None:
+        named["input_ids"] = ids
+    return shapes.of_prompts(model, named)
+
+
+def _of(model: Any, program: StepProgram, shapes: TrainerShapes | None) -> Callable[..., Any]:
     """The function `generate` above in place of the model's own."""
     own = model.generate
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         with replaced(model, "generate", own):
-            return generate(model, *args, program=program, **kwargs)
+            return generate(model, *args, program=program, shapes=shapes, **kwargs)
 
     return compiled
 
@@ -165,11 +205,6 @@ def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [part for part in model.modules() if part is not model]
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = to_host_in_one_transfer(tensor)
-    return result
-
-
 def _upload(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(get_runtime().device.torch_device())
@@ -180,19 +215,21 @@ def _upload(value: Any) -> Any:
     return value
 
 
-def _phase(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[str, str]:
+def _phase(model: torch.nn.Module, inputs: Mapping[str, Any], length: str) -> tuple[str, str]:
     """A name for this call of the model, and the state of its cache. Each pair has a graph of its own."""
     cache = inputs.get("past_key_values")
     name = type(model).__name__
     if cache is None:
-        return f"{name} without cache", "none"
+        return f"{name} without cache{length}", "none"
     # The cache of an encoder-decoder has two parts. The self-attention part is the one that fills up.
-    cache = getattr(cache, "self_attention_cache", cache)
+    if hasattr(cache, "self_attention_cache"):
+        name += length
+        cache = cache.self_attention_cache
     if getattr(cache, "is_initialized", True):
         length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else None
         # A cache that grows has another shape for each token.
         return f"{name}, next tokens" + (f" after {length}" if isinstance(length, int) else ""), "filled"
-    return f"{name}, first tokens", "empty"
+    return f"{name}, first tokens{length}", "empty"
 
 
 def _tensors_only(inputs: Mapping[str, Any]) -> dict[str, Any]:

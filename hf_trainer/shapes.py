@@ -45,6 +45,22 @@ _KEPT = 16
 _CAUSAL = re.compile(r"(ForCausalLM|LMHeadModel)$")
 # Softmax over all positions.
 _BY_POSITION = re.compile(r"ForQuestionAnswering$")
+# Options of `generate` for which it does not count what stands before a prompt, or behind the input of an encoder.
+_SAME_WITH_PADDING = frozenset(
+    """max_length max_new_tokens min_length min_new_tokens max_time do_sample temperature top_k top_p min_p typical_p
+    epsilon_cutoff eta_cutoff num_beams num_return_sequences length_penalty early_stopping renormalize_logits
+    remove_invalid_values suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bos_token_id
+    eos_token_id pad_token_id decoder_start_token_id use_cache cache_implementation max_cache_len disable_compile
+    return_dict_in_generate output_scores output_logits transformers_version synced_gpus generation_config labels
+    decoder_input_ids decoder_attention_mask assistant_confidence_threshold assistant_lookbehind num_assistant_tokens
+    num_assistant_tokens_schedule target_lookbehind""".split()  # noqa: SIM905 (a list has a line for each)
+)
+# Options that do nothing if they are 1.
+_FACTORS = ("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beam_groups")
+# What looks at the tokens before the new ones: those of the decoder, if there is an encoder.
+_LOOKING_BACK = frozenset("repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias stop_strings".split())  # noqa: SIM905
+# Families of models with an encoder whose decoders alone count positions from the first token, padding or not.
+_COUNTING_ALL = frozenset("bart blenderbot m2m_100 marian mbart mt5 pegasus t5 umt5 whisper".split())  # noqa: SIM905
 
 
 class TrainerShapes:
@@ -299,6 +315,28 @@ class TrainerShapes:
             cut.rows = rows, _rows(shaped)
         return more, phase, cut
 
+    def of_prompts(self, model: Any, options: Mapping[str, Any]) -> Prompts:
+        """The prompts of a call of `generate`, with the length of a bucket.
+
+        Args:
+            model: generates.
+            options: as for `generate`, by name, on the host.
+        """
+        prompts = Prompts(options=dict(options))
+        shapes = self._evaluation or self._training
+        if shapes is None and self._policy is not None and isinstance(self._policy.buckets, tuple):
+            shapes = Shapes.given(self._policy)
+        ids = options.get("input_ids")
+        if shapes is None or shapes.policy.length_of != "input_ids" or ids is None or ids.ndim != 2:
+            return prompts
+        reason = self._why_model_sees(model) or _why_generation_sees(model, options)
+        reason = reason or prompts.extend(shapes, model, self._pad_id() or 0, self._limit())
+        if reason:
+            self._notices.warn(f"prompts of generation keep their length: {reason}")
+        elif self._evaluation is not None and shapes.policy.last_batch == "pad":
+            prompts.add_rows(model, self._trainer.args.eval_batch_size)
+        return prompts
+
     def _shaped(self, shapes: Shapes | None, inputs: Any) -> tuple[Any, str, Cut]:
         """A batch of a bucket's length."""
         cut = Cut(per_token=_PER_TOKEN.search(type(_inner_model(self._trainer)).__name__) is not None)
@@ -444,6 +482,109 @@ class Cut:
         lengths = self._lengths.get(size, set())
         # Inputs and labels may have been extended to the same length.
         return value[:, : next(iter(lengths))] if len(lengths) == 1 else value
+
+
+class Prompts:
+    """The arguments of `generate`, whose prompts may get the length of a bucket.
+
+    The prompts of a decoder are extended in front, where masks hide what is put, and the input of an encoder behind.
+
+    Args:
+        options: the arguments, by name.
+
+    Attributes:
+        options: the arguments, perhaps with longer prompts.
+        phase: what distinguishes the programs from those of other lengths, in words.
+        cache_length: of a static cache for prompts of every bucket; None if it depends on nothing that is known here.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.phase = ""
+        self.cache_length: int | None = None
+        self._in_front = 0
+        # How many sequences count, if rows were added.
+        self._count: int | None = None
+
+    def extend(self, shapes: Shapes, model: Any, pad_id: int, limit: int | None) -> str:
+        """Extends the prompts to the length of their bucket; says in words why not, if it cannot."""
+        size = self.options["input_ids"].shape[1]
+        of_encoder = bool(model.config.is_encoder_decoder)
+        prompts = {name: value for name, value in self.options.items() if _is_prompt(name, value, size)}
+        # `padded` extends behind.
+        turned = prompts if of_encoder else {name: value.flip(1) for name, value in prompts.items()}
+        padded, reason = shapes.padded(turned, pad_id)
+        if reason:
+            return reason
+        in_front = 0 if of_encoder else padded["input_ids"].shape[1] - size
+        lengths = _new_lengths(model, self.options, in_front)
+        new = _option(model, self.options, "max_new_tokens") or (lengths.get("max_length", size + 20) - size)
+        longest = shapes.bounds[-1] + new
+        if not of_encoder and limit is not None and longest > limit:
+            return f"{longest} positions (the last bucket and new tokens) are more than the {limit} of the model"
+        self.options |= padded if of_encoder else {name: value.flip(1) for name, value in padded.items()}
+        self.options |= lengths
+        self._in_front = in_front
+        self.phase = shapes.phase(padded)
+        self.cache_length = None if of_encoder else longest - 1
+        return ""
+
+    def add_rows(self, model: Any, rows: int) -> None:
+        """Fills up the last batch of an evaluation, where each row is generated by itself."""
+        count = len(self.options["input_ids"])
+        tensors = {name: value for name, value in self.options.items() if isinstance(value, torch.Tensor)}
+        if count >= rows or any(_option(model, self.options, name) for name in ("do_sample", "return_dict_in_generate")):
+            return
+        extended, reason = with_rows(tensors, rows)
+        if not reason:
+            self.options |= extended
+            self._count = count * (_option(model, self.options, "num_return_sequences") or 1)
+
+    def cut(self, generated: Any) -> Any:
+        """What was generated, without what was added."""
+        if isinstance(generated, torch.Tensor):
+            return generated[: self._count, self._in_front :]
+        if self._in_front:
+            generated.sequences = generated.sequences[:, self._in_front :]
+        return generated
+
+
+def _is_prompt(name: str, value: Any, size: int) -> bool:
+    of_decoder = name == "labels" or name.startswith("decoder_")
+    return isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == size and not of_decoder
+
+
+def _option(model: Any, options: Mapping[str, Any], name: str) -> Any:
+    """An option of `generate`, as given or as in the configs, in the order in which transformers looks for it."""
+    configs = (options.get("generation_config"), model.generation_config)
+    found = (options.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in found if value is not None), None)
+
+
+def _new_lengths(model: Any, options: Mapping[str, Any], more: int) -> dict[str, int]:
+    """Limits of whole lengths, if so many positions are put in front."""
+    names = [name for name in ("max", "min") if _option(model, options, f"{name}_new_tokens") is None]
+    limits = {f"{name}_length": _option(model, options, f"{name}_length") for name in names}
+    return {name: limit + more for name, limit in limits.items() if limit and more}
+
+
+def _why_generation_sees(model: Any, options: Mapping[str, Any]) -> str:
+    """Why what is generated may depend on padding, in words; empty if it does not."""
+    family = [*type(model).__module__.split("."), ""][2]
+    if type(model).generate is not transformers.GenerationMixin.generate:
+        return f"{type(model).__name__} has a generate of its own"
+    if not model.config.is_encoder_decoder and family in _COUNTING_ALL:
+        return f"decoders of the family {family!r} count positions from the first token, padding or not"
+    configs = (model.generation_config, options.get("generation_config"))
+    given = {name: value for config in configs if config is not None for name, value in vars(config).items()}
+    given |= {name: value for name, value in options.items() if not isinstance(value, torch.Tensor)}
+    known = _SAME_WITH_PADDING | (_LOOKING_BACK if model.config.is_encoder_decoder else set())
+    seeing = sorted(
+        name
+        for name, value in given.items()
+        if name not in known and not name.startswith("_") and value and not (name in _FACTORS and value == 1)
+    )
+    return f"{', '.join(seeing)} of generate may see what is added" if seeing else ""
 
 
 def _of_documents(inputs: Any) -> Any:

@@ -580,7 +580,7 @@ class Evaluation:
         """
         with (
             self._inputs.staying_on_host(True),
-            compiled_generation(self._trainer.model, model, self._steps.evaluation[GENERATION]),
+            compiled_generation(self._trainer.model, model, self._steps.evaluation[GENERATION], self._shapes),
         ):
             yield
 

@@ -57,7 +57,8 @@ class Trainer(XLATrainerMixin, transformers.Trainer):
         model: Any = self.model
         model.eval()
         with self._xla.session.running():
-            return generate(model, *args, program=self._xla.steps.evaluation[GENERATION], **kwargs)
+            program = self._xla.steps.evaluation[GENERATION]
+            return generate(model, *args, program=program, shapes=self._xla.shapes, **kwargs)
 
 
 class Seq2SeqTrainer(XLATrainerMixin, transformers.Seq2SeqTrainer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ import transformers as hf
 
 import hf_trainer
 import xla_adapters
+from hf_trainer.shapes import _COUNTING_ALL
+from tests.data.test_shapes import _config
 from tests.device import DEVICE, ON_TORCH_TPU
 from tests.isolation import isolated
 from tests.tiny_models import tiny
+from xla_adapters.data.shapes import NOT_SEEING_PADDING
 
 _LENGTH = 6
 _Made = tuple[Any, dict[str, Any]]
@@ -291,3 +295,131 @@ def test_predict_with_generate_by_another_input(name: str, tmp_path: Path) -> No
     result = trainer.predict(rows, **options)
     assert np.array_equal(result.predictions[:, : wanted.shape[1]], wanted)
     assert np.isfinite(result.metrics["test_loss"])
+
+
+# ---- few shapes -------------------------------------------------------------------------------------
+
+
+def _prompts(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row for each length, masked in front."""
+    ids = _tokens(len(lengths), max(lengths))
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, : max(lengths) - length] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def _of_causal_models(family: str) -> bool:
+    return type(_config(family)) in transformers.AutoModelForCausalLM._model_mapping
+
+
+@pytest.mark.parametrize(
+    "family", sorted(family for family in NOT_SEEING_PADDING - _COUNTING_ALL if _of_causal_models(family))
+)
+@isolated
+def test_decoders_do_not_see_what_is_before_a_prompt(family: str) -> None:
+    """On the CPU, with larger weights, since small ones hide differences."""
+    transformers.set_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(_config(family)).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4 if parameter.ndim > 1 else 1)
+    ids, mask = _prompts(7, 4, 6)
+    options = {"max_new_tokens": _LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = []
+    for before in (0, 5):
+        given = {"inputs": ids, "attention_mask": mask}
+        given = {name: torch.nn.functional.pad(value, (before, 0)) for name, value in given.items()}
+        result = model.generate(**given, **options, return_dict_in_generate=True, output_logits=True)
+        found.append((result.sequences[:, before:], torch.stack(result.logits)))
+    assert torch.equal(found[0][0], found[1][0])
+    scale = float(found[0][1].abs().max())
+    torch.testing.assert_close(found[1][1], found[0][1], atol=2e-4 * max(1, scale), rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@isolated(timeout=400)
+def test_prompts_of_few_lengths(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = build(name)
+    reference = copy.deepcopy(model)
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[])
+    trainer = hf_trainer.Trainer(model, args, shapes={"buckets": [4, 8]})
+    greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": 3}
+    of_pairs = model.config.is_encoder_decoder
+
+    def as_on_the_cpu(*lengths: int, **options: Any) -> None:
+        ids, mask = _prompts(*lengths)
+        if of_pairs:
+            ids, mask = ids.flip(1), mask.flip(1)
+        transformers.set_seed(1)
+        wanted = reference.generate(ids, attention_mask=mask, **options)
+        transformers.set_seed(1)
+        assert torch.equal(trainer.generate(ids, attention_mask=mask, **options), wanted), (lengths, options)
+
+    with xla_adapters.count() as counters:
+        for longest in (5, 3, 8, 7, 6, 4):
+            as_on_the_cpu(longest, 3, **greedy)
+    # Two lengths of the first call; the next tokens of a decoder have one cache for both.
+    assert counters.compiles + counters.loads == (2 * 3 if of_pairs else 2 + 1)
+    as_on_the_cpu(6, 3, do_sample=True, top_k=20, max_new_tokens=3)
+    as_on_the_cpu(6, 3, do_sample=False, num_beams=2, num_return_sequences=2, max_new_tokens=3, length_penalty=0.5)
+    # Whole lengths, which count the prompt's.
+    as_on_the_cpu(7, 3, do_sample=False, max_length=10, min_length=9)
+    ids, mask = _prompts(6, 3)
+    config = transformers.GenerationConfig(max_length=9, do_sample=False, return_dict_in_generate=True)
+    given = {"attention_mask": mask, "generation_config": config}
+    assert torch.equal(trainer.generate(ids, **given).sequences, reference.generate(ids, **given).sequences)
+    assert "keep their length" not in caplog.text
+    # What looks at a prompt sees it as it is.
+    as_on_the_cpu(7, 3, repetition_penalty=1.5, **greedy)
+    assert ("repetition_penalty of generate may see" in caplog.text) != of_pairs
+    as_on_the_cpu(9, 3, **greedy)
+    assert "more than the last bucket (8)" in caplog.text
+    if name == "gpt2":
+        as_on_the_cpu(7, 3, do_sample=False, max_new_tokens=9)
+        assert "17 positions (the last bucket and new tokens) are more than the 16 of the model" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@isolated(timeout=400)
+def test_an_evaluation_that_generates_has_few_graphs(name: str, tmp_path: Path, caplog: Any) -> None:
+    model = tiny(name, **_SIZES[name], **({"n_positions": 64} if name == "gpt2" else {}))
+    of_pairs = model.config.is_encoder_decoder
+    numbers = random.Random(0)
+    data = []
+    for _ in range(22):
+        ids = [numbers.randrange(3, 64) for _ in range(numbers.randint(3, 14))]
+        data.append({"input_ids": ids, "labels": ids[: numbers.randint(2, 6)] if of_pairs else ids})
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        def padded(rows: list[list[int]], fill: int) -> torch.Tensor:
+            longest = max(map(len, rows))
+            extended = [[fill] * (longest - len(row)) for row in rows]
+            pairs = zip(rows, extended, strict=True)
+            return torch.tensor([row + more if of_pairs else more + row for row, more in pairs])
+
+        ids = [sample["input_ids"] for sample in samples]
+        mask = padded([[1] * len(row) for row in ids], 0)
+        labels = padded([sample["labels"] for sample in samples], -100)
+        return {"input_ids": padded(ids, 0), "attention_mask": mask, "labels": labels}
+
+    def predictions(shapes: Any) -> tuple[Any, int]:
+        args = transformers.Seq2SeqTrainingArguments(
+            output_dir=str(tmp_path), report_to=[], predict_with_generate=True, per_device_eval_batch_size=4
+        )
+        trainer = hf_trainer.Seq2SeqTrainer(copy.deepcopy(model), args, data_collator=collate, shapes=shapes)
+        with xla_adapters.count() as counters:
+            predicted = trainer.predict(data, do_sample=False, max_new_tokens=4)  # type: ignore[arg-type]
+        return predicted, counters.compiles + counters.loads
+
+    actual, graphs = predictions({"buckets": 2})
+    expected, _ = predictions(None)
+    batches = [collate(data[begin : begin + 4]) for begin in range(0, len(data), 4)]
+    losses = [model(**batch).loss.item() for batch in batches]
+    loss = sum(loss * len(batch["labels"]) for loss, batch in zip(losses, batches, strict=True)) / len(data)
+    assert abs(actual.metrics["test_loss"] - loss) < 1e-4
+    assert abs(expected.metrics["test_loss"] - loss) < 1e-4
+    assert np.array_equal(actual.predictions, expected.predictions)
+    assert np.array_equal(actual.label_ids, expected.label_ids)
+    # A loss and a first call for each length, and (with an encoder) that and next tokens, too.
+    assert graphs == (2 * 4 if of_pairs else 2 * 2 + 1)
+    assert "keep" not in caplog.text
