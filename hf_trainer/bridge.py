@@ -201,6 +201,7 @@ class Bridge:
                     training=lambda: [self.steps.train],
                     folder=self._report_folder(),
                     plan=self.sharding.summary,
+                    shapes=lambda: self.shapes.announced,
                 )
             )
             stack.enter_context(self.session.running())

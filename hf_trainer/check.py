@@ -53,6 +53,8 @@ class _Checked(_Base):
         if self._hand.sharding is not None:
             self._hand.change(f"{type(self).__name__} ({line_of_caller()}): sharding={self._hand.sharding!r}")
             kwargs["sharding"] = self._hand.sharding
+        if kwargs.get("shapes") is None and getattr(arguments, "shapes", None) is None:
+            kwargs["shapes"] = self._hand.shapes
         super().__init__(*args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +63,7 @@ class _Checked(_Base):
             self._hand.change(f"resume_from_checkpoint={resume_from_checkpoint!r}: trains from the beginning")
         loops = self._hand.loops
         if loops is None:
+            self._hand.told_epochs(_epochs(self))
             return super().train(*args, **kwargs)
         loops.train(lambda: super(_Checked, self).train(*args, **kwargs))
         if self.eval_dataset is not None:
@@ -81,6 +84,16 @@ class _Checked(_Base):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves nothing."""
         self._hand.skip(f"the model ({line_of_caller()})")
+
+
+def _epochs(trainer: transformers.Trainer) -> float:
+    """How often a training reads its data."""
+    args: Any = trainer.args
+    dataset: Any = trainer.train_dataset
+    if args.max_steps <= 0 or not hasattr(dataset, "__len__"):
+        return float(args.num_train_epochs)
+    rows: int = args.max_steps * args.gradient_accumulation_steps * args.train_batch_size * args.world_size
+    return rows / max(1, len(dataset))
 
 
 # What the trainer is constructed with again, by name of argument and attribute.

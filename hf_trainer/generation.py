@@ -72,9 +72,7 @@ def compiled_forward(
         yield
 
 
-def generate(
-    model: Any, *args: Any, program: StepProgram, shapes: TrainerShapes | None = None, **kwargs: Any
-) -> Any:
+def generate(model: Any, *args: Any, program: StepProgram, shapes: TrainerShapes | None = None, **kwargs: Any) -> Any:
     """`model.generate`, every strategy of it, with the model on an XLA device.
 
     Token bookkeeping (growing sequences, beams, stopping) stays on the host, where it costs no compile. The model
@@ -226,9 +224,9 @@ def _phase(model: torch.nn.Module, inputs: Mapping[str, Any], length: str) -> tu
         name += length
         cache = cache.self_attention_cache
     if getattr(cache, "is_initialized", True):
-        length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else None
+        filled = cache.get_seq_length() if hasattr(cache, "get_seq_length") else None
         # A cache that grows has another shape for each token.
-        return f"{name}, next tokens" + (f" after {length}" if isinstance(length, int) else ""), "filled"
+        return f"{name}, next tokens" + (f" after {filled}" if isinstance(filled, int) else ""), "filled"
     return f"{name}, first tokens{length}", "empty"
 
 

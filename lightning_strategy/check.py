@@ -62,7 +62,7 @@ class _CheckedTrainer(EndingLoops):
         if strategy != XLAEagerStrategy.strategy_name and not isinstance(strategy, XLAEagerStrategy):
             given = [f"{name}={options.pop(name)!r}" for name in _DEVICES if name in options]
             sharding = self._hand.sharding
-            options["strategy"] = XLAEagerStrategy(sharding=sharding)
+            options["strategy"] = XLAEagerStrategy(sharding=sharding, shapes=self._hand.shapes)
             put = "XLAEagerStrategy() on one device" if sharding is None else f"XLAEagerStrategy({sharding=})"
             self._hand.put_steps(
                 f"the Trainer of {line_of_caller()}: {put}" + (f" instead of {', '.join(given)}" if given else "")

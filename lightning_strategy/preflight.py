@@ -35,6 +35,8 @@ class EndingLoops(_TrainerBase):
     def _run_stage(self) -> Any:
         loops = self._hand.loops
         if loops is None:
+            if self.training:
+                self._hand.told_epochs(_epochs(self))
             return super()._run_stage()
         if self.training:
             loops.train(self.fit_loop.run)
@@ -49,6 +51,15 @@ class EndingLoops(_TrainerBase):
         # It would bring the weights to the host.
         if self._hand.has_values:
             super()._teardown()
+
+
+def _epochs(trainer: L.Trainer) -> float:
+    """How often a fit reads its data."""
+    if trainer.max_epochs is not None and trainer.max_epochs > 0:
+        return float(trainer.max_epochs)
+    trainer.fit_loop.setup_data()
+    batches = trainer.num_training_batches
+    return max(1.0, trainer.max_steps * trainer.accumulate_grad_batches / batches) if batches else 1.0
 
 
 # Callbacks of Lightning that change what a step computes. Lightning 2.5 does not have the second.

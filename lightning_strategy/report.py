@@ -105,20 +105,33 @@ class FitReport:
         """Divides the wall time of the fit."""
         return self.record.clock
 
-    def running(self, trainer: Trainer, steps: StepDriver, plan: Callable[[], str]) -> AbstractContextManager[None]:
+    def running(
+        self,
+        trainer: Trainer,
+        steps: StepDriver,
+        plan: Callable[[], str],
+        shapes: Callable[[], list[dict[str, Any]]],
+    ) -> AbstractContextManager[None]:
         """Around a fit: at the exit the files are written. Other runs are not recorded.
 
         Args:
             trainer: runs the loops.
             steps: of the run.
             plan: how the module is sharded, in words; empty if it is not.
+            shapes: of batches that have few.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return nullcontext()
-        return self._fit(trainer, steps, plan)
+        return self._fit(trainer, steps, plan, shapes)
 
     @contextmanager
-    def _fit(self, trainer: Trainer, steps: StepDriver, plan: Callable[[], str]) -> Iterator[None]:
+    def _fit(
+        self,
+        trainer: Trainer,
+        steps: StepDriver,
+        plan: Callable[[], str],
+        shapes: Callable[[], list[dict[str, Any]]],
+    ) -> Iterator[None]:
         self._updates, self._has_begun = _updates(trainer.fit_loop.epoch_loop), False
         kind = type(trainer.strategy).__name__
         with ExitStack() as stack:
@@ -129,6 +142,7 @@ class FitReport:
                     training=lambda: [steps.train, steps.update],
                     folder=_folder(trainer),
                     plan=plan,
+                    shapes=shapes,
                 )
             )
             if self.record.enabled:

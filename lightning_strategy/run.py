@@ -137,8 +137,8 @@ class Run:
         self._ranks = ranks
         if ranks is not None and self._checkpoint.stall_deadline is not None:
             ranks.ranks.deadline = self._checkpoint.stall_deadline
-        shapes = shapes if shapes is not None else LoaderShapes(None, base_seed)
-        self.batches = LoopSteps(trainer, self.steps, sharding, self.stalls, shapes, ranks)
+        self._shapes = shapes if shapes is not None else LoaderShapes(None, base_seed)
+        self.batches = LoopSteps(trainer, self.steps, sharding, self.stalls, self._shapes, ranks)
 
     @property
     def _module(self) -> LightningModule:
@@ -186,7 +186,7 @@ class Run:
         lasting.enter_context(_errors_passing(self.stalls, self._trainer))
         # Before the callbacks of ours, whose work is not that of the user's callbacks.
         plan = str if self._sharding is None else self._sharding.summary
-        lasting.enter_context(self._report.running(self._trainer, self.steps, plan))
+        lasting.enter_context(self._report.running(self._trainer, self.steps, plan, lambda: self._shapes.announced))
         lasting.enter_context(callbacks_around(self._trainer, first=self.batches, last=saves))
 
     def end_if_left(self) -> bool:

@@ -45,6 +45,7 @@ class LoaderShapes:
 
     def begin(self) -> None:
         """A run begins, perhaps with other data and another model."""
+        self._notices.announced = []
         self._shapes: dict[bool, Shapes] = {}
         # The longest sample of each batch of all evaluations, and of its labels.
         self._longest: tuple[list[int], list[int]] = [], []
@@ -66,6 +67,11 @@ class LoaderShapes:
         self._limit = min(
             (limit for limit in (self._limit, *limits) if isinstance(limit, int) and limit > 0), default=None
         )
+
+    @property
+    def announced(self) -> list[dict[str, Any]]:
+        """The shapes that were announced, as `Shapes.as_values`."""
+        return self._notices.announced
 
     # ---- loaders ---------------------------------------------------------------------------------
 

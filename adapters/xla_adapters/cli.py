@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
             commands.add_check,
             "run the first steps of a script on CPU devices, and report what XLA makes slow or refuses",
         ),
+        ("shapes", commands.add_shapes, "how many lengths the batches of a script should have"),
         (
             "launch",
             commands.add_launch,

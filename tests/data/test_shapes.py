@@ -137,6 +137,29 @@ def test_the_batch_itself_tells_the_id_of_padding() -> None:
     assert shapes.padded(batch)[0]["input_ids"][1].tolist() == [6, 7, 8, 9, 10, 77, 77, 77]
 
 
+def test_frames_with_features() -> None:
+    policy = ShapePolicy(buckets=[4, 8], length_of="input_features")
+    samples = [{"input_features": torch.ones(length, 3), "labels": [1, 2]} for length in (2, 7, 5)]
+    found = lengths_of(samples, policy.length_of)
+    assert found == ([2, 7, 5], [2, 2, 2])
+    shapes = policy.fit(*found)
+    given = {
+        "input_features": torch.ones(2, 5, 3),
+        "attention_mask": torch.ones(2, 5),
+        "labels": torch.ones(2, 2).long(),
+    }
+    batch, reason = shapes.padded(given)
+    assert reason == ""
+    assert batch["input_features"].shape == (2, 8, 3)
+    assert batch["input_features"].sum() == 30
+    assert batch["attention_mask"].sum() == 10
+    assert batch["labels"] is given["labels"]
+    assert shapes.phase(batch) == ", 8 long"
+    # Tokens in two dimensions are several texts.
+    assert lengths_of([{"input_ids": [[1, 2], [3, 4]]}], "input_ids") is None
+    assert lengths_of([{"input_features": [[1.0, 2.0], [3.0, 4.0]]}], policy.length_of) == ([2], None)
+
+
 def test_rows_that_do_not_count() -> None:
     batch, reason = with_rows(_batch(3), 4)
     assert reason == ""

@@ -155,8 +155,8 @@ def test_wrong_use_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[s
 def test_what_cannot_take_effect_is_refused_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     start = ["preflight", "--topology", "v5e:1x1", "--model", "a:b", "--batch", "8"]
     for arguments, message in (
-        (["--timeout", "0"], "'0' is not a number of seconds"),
-        (["--timeout", "inf"], "'inf' is not a number of seconds"),
+        (["--timeout", "0"], "'0' is not a number above 0"),
+        (["--timeout", "inf"], "'inf' is not a number above 0"),
         (["--json", str(tmp_path)], "cannot be written"),
         (["--html", str(tmp_path / "none" / "report.html")], "cannot be written"),
         (["--batch", "8x16x2"], "is not the number of samples and their length"),

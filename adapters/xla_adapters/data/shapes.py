@@ -30,6 +30,8 @@ _STREAM_SAMPLES = 1000
 _GRID = 4096
 # At most, if only a share of padding is given.
 _MOST_BUCKETS = 8
+# Of the picture of lengths, at most.
+_BARS = 40
 _IGNORED = -100
 # What padding is, by the names of transformers' models and collators.
 _FILL: Mapping[str, float] = {
@@ -41,6 +43,7 @@ _FILL: Mapping[str, float] = {
     "labels": _IGNORED,
     "decoder_attention_mask": 0,
     "input_values": 0.0,
+    "input_features": 0.0,
 }
 _IDS, _MASK, _LABELS = ("input_ids", "decoder_input_ids"), "attention_mask", "labels"
 # Names that have the length of the labels where that is another one than that of the inputs.
@@ -71,8 +74,9 @@ class ShapePolicy:
         last_batch: what happens with a batch of fewer rows at the end of an epoch: `"pad"` adds rows that do not count,
             where it is known that they do not; `"keep"` leaves it, which is a shape more; `"drop"` leaves it out of the
             training.
-        length_of: what has a length in samples and batches: a name in a mapping, as `"input_ids"`, `"input_values"`, or
-            `"labels"` for inputs of one length (spectrograms) whose labels vary.
+        length_of: what has a length in samples and batches: a name in a mapping, as `"input_ids"`, `"input_values"`,
+            `"input_features"` (frames first), or `"labels"` for inputs of one length whose labels vary. The length is
+            the first dimension of a sample, and the second of a batch.
         fill: the value of padding in entries of a batch, by name, where it is not known or not `Shapes.padded`'s. A
             value for `"labels"` promises that a loss of your own leaves out such labels, and what the attention mask
             masks. Without that promise batches of such losses keep their lengths.
@@ -190,7 +194,9 @@ class ShapePolicy:
             label_bounds=label_bounds,
             waste=1 - float(sizes.sum()) / max(1, int((in_each * numpy.asarray(bounds)).sum())),
             waste_of_one=1 - float(sizes.mean() / max(1, sizes.max())),
-            used=int((in_each > 0).sum()),
+            padded_samples=tuple(in_each.tolist()),
+            rows=rows,
+            lengths=sizes,
         )
 
     def _bounds(self, lengths: Any, sizes: Any, rows: int) -> list[int]:
@@ -274,7 +280,9 @@ class Shapes:
         label_bounds: the lengths of labels that have one of their own, one for each of `bounds`; else empty.
         waste: the share of padding if samples of one bucket are put together.
         waste_of_one: the share of padding if all samples were as long as the longest.
-        used: how many of `bounds` batches have.
+        padded_samples: how many samples are padded to each of `bounds`.
+        rows: samples in a batch, if batches are formed within buckets; else 1.
+        lengths: of each sample; none if they were not looked at.
     """
 
     policy: ShapePolicy
@@ -282,14 +290,21 @@ class Shapes:
     label_bounds: tuple[int, ...] = ()
     waste: float = 0.0
     waste_of_one: float = 0.0
-    used: int = 0
+    padded_samples: tuple[int, ...] = ()
+    rows: int = 1
+    lengths: Any = field(default=(), repr=False, compare=False)
 
     @classmethod
     def given(cls, policy: ShapePolicy) -> Shapes:
         """The lengths that a policy lists, for samples of which none was looked at."""
         assert isinstance(policy.buckets, tuple)
         bounds = _rounded(numpy.asarray(policy.buckets), policy.pad_to_multiple_of).tolist()
-        return cls(policy=policy, bounds=tuple(dict.fromkeys(bounds)), used=len(bounds))
+        return cls(policy=policy, bounds=tuple(dict.fromkeys(bounds)))
+
+    @property
+    def used(self) -> int:
+        """How many of `bounds` batches have."""
+        return sum(count > 0 for count in self.padded_samples) if self.padded_samples else len(self.bounds)
 
     def __str__(self) -> str:
         listed = ", ".join(map(str, self.bounds))
@@ -298,6 +313,25 @@ class Shapes:
             f"{count} of {self.policy.length_of} ({listed}): {self.waste:.0%} is padding "
             f"({self.waste_of_one:.0%} if all were as long as the longest)"
         )
+
+    def as_values(self, of: str) -> dict[str, Any]:
+        """Plain values, for a report.
+
+        Args:
+            of: what has these shapes, in words.
+        """
+        sizes, counts = numpy.unique(_rounded(self.lengths, -(-max(self.bounds) // _BARS)), return_counts=True)
+        places = numpy.searchsorted(self.bounds, self.lengths)
+        padded = numpy.asarray(self.padded_samples) * numpy.asarray(self.bounds)
+        elements = [int(self.lengths[places == place].sum()) for place in range(len(self.bounds))]
+        return {
+            **{"of": of, "name": self.policy.length_of, "waste": self.waste, "waste_of_one": self.waste_of_one},
+            "buckets": [
+                {"length": bound, "samples": int((places == place).sum()), "elements": elements[place], "padded": size}
+                for place, (bound, size) in enumerate(zip(self.bounds, padded.tolist(), strict=True))
+            ],
+            "lengths": [list(pair) for pair in zip(sizes.tolist(), counts.tolist(), strict=True)],
+        }
 
     def place(self, length: int) -> int | None:
         """The number of the bucket of a length; None if it is longer than all."""
@@ -480,10 +514,15 @@ def _samples_of(dataset: Any, name: str) -> Iterator[Any]:
 
 def _sample_length(sample: Any, name: str) -> int | None:
     value = sample.get(name) if isinstance(sample, Mapping) else None
-    if isinstance(value, (torch.Tensor, numpy.ndarray)):
-        return int(value.shape[0]) if value.ndim == 1 else None
-    is_flat = isinstance(value, (list, tuple)) and not (value and isinstance(value[0], (list, tuple)))
-    return len(value) if is_flat and value is not None else None
+    if isinstance(value, (list, tuple)):
+        first = value[0] if value else 0
+        has_parts = isinstance(first, (list, tuple)) and not (first and isinstance(first[0], float))
+        return None if has_parts else len(value)
+    if not isinstance(value, (torch.Tensor, numpy.ndarray)):
+        return None
+    # Frames have features, which are no whole numbers; tokens in two dimensions are several texts.
+    is_one = value.ndim == 1 or (value.ndim == 2 and "float" in str(value.dtype))
+    return int(value.shape[0]) if is_one else None
 
 
 def why_own_loss_may_count(policy: ShapePolicy) -> str:
@@ -520,15 +559,21 @@ def why_padding_may_count(module: torch.nn.Module, pad_id: int | None = None) ->
 
 
 class ShapeNotices:
-    """What an adapter tells of shapes: lines before a training, and warnings, once each."""
+    """What an adapter tells of shapes: lines before a training, and warnings, once each.
+
+    Attributes:
+        announced: the shapes that were announced, as `Shapes.as_values`.
+    """
 
     def __init__(self) -> None:
         self._said: set[str] = set()
+        self.announced: list[dict[str, Any]] = []
 
     def announce(self, shapes: Shapes, of: str) -> None:
         """Says on stderr which shapes the batches of something have."""
         what = "graph of each kind of step" if shapes.used == 1 else "graphs of each kind of step, one for each length"
         print(f"shapes of the {of}: {shapes}; {shapes.used} {what}", file=sys.stderr)
+        self.announced.append(shapes.as_values(of))
 
     def without_lengths(self, policy: ShapePolicy) -> None:
         """Warns if options on lengths have no effect, since samples have none."""
@@ -598,9 +643,11 @@ def _has_length(value: Any, size: int) -> bool:
 
 
 def _length(batch: Any, name: str) -> int | None:
-    """The length of what has this name in a batch: the second of two dimensions."""
+    """The length of what has this name in a batch: the second of two dimensions, or of three if it has features."""
     value = batch.get(name) if isinstance(batch, Mapping) else None
-    return int(value.shape[1]) if isinstance(value, torch.Tensor) and value.ndim == 2 else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    return int(value.shape[1]) if value.ndim == 2 or (value.ndim == 3 and value.is_floating_point()) else None
 
 
 def _extended(value: torch.Tensor, size: int, fill: float) -> torch.Tensor:

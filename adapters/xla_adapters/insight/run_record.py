@@ -284,6 +284,7 @@ class RunRecord:
         self._programs: Callable[[], Sequence[StepProgram]] = tuple
         self._training: Callable[[], Sequence[StepProgram]] = tuple
         self._plan: Callable[[], str] = str
+        self._shapes: Callable[[], Sequence[dict[str, Any]]] = tuple
         self._before: Metrics | None = None
         self._after: Metrics | None = None
         self._cpu = self._flops_before = 0.0
@@ -302,6 +303,7 @@ class RunRecord:
         training: Callable[[], Sequence[StepProgram]],
         folder: Path | None,
         plan: Callable[[], str] = str,
+        shapes: Callable[[], Sequence[dict[str, Any]]] = tuple,
     ) -> Iterator[None]:
         """Around a training. At the exit, also by an exception, the report is written.
 
@@ -311,8 +313,10 @@ class RunRecord:
             training: those that compute updates.
             folder: for the files; None writes none.
             plan: how the model is sharded, in words; empty if it is not.
+            shapes: of batches, as `Shapes.as_values` of the room `data`.
         """
-        self._about, self._programs, self._training, self._plan = about, programs, training, plan
+        self._about, self._programs, self._training = about, programs, training
+        self._plan, self._shapes = plan, shapes
         self.events, self.checkpoints, self._logged = [], [], None
         self._file = EventFile(folder if self.enabled else None)
         with ExitStack() as stack:
@@ -358,7 +362,7 @@ class RunRecord:
         self.is_running = False
         # They hold the state of the training.
         self._programs = self._training = tuple
-        self._plan = str
+        self._plan, self._shapes = str, tuple
         if self.enabled:
             self._file.write("end", report.as_dict())
         if self._file.path is not None:
@@ -461,6 +465,7 @@ class RunRecord:
             transfers_looked_at=self.transfers.looked_at,
             memory=device.memory_info() if device.started() else {},
             plan=self._plan(),
+            shapes=list(self._shapes()),
             preflight=self.preflight,
         )
 

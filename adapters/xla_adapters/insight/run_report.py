@@ -147,9 +147,19 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
         ],
         reasons=[(item["name"], times, why) for item in report["programs"] for why, times in item["reasons"].items()],
         largest=largest,
+        buckets=_buckets,
         memory_kinds=[(name, size) for name, size in kinds if size],
     )
     return rendered
+
+
+def _buckets(shapes: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The share of padding in each bucket, for a chart."""
+    return [
+        (f"up to {item['length']}: {item['samples']:,} samples", 100 * (1 - item["elements"] / item["padded"]))
+        for item in shapes["buckets"]
+        if item["padded"]
+    ]
 
 
 # Compiling it takes longer than a page.
@@ -206,6 +216,7 @@ class RunReport:
         transfers_looked_at: in how many steps the callbacks were looked at.
         memory: of the device, in bytes, if it tells.
         plan: how the model is sharded, in words; empty if it is not.
+        shapes: of batches that have few, as `Shapes.as_values` of the room `data`.
         preflight: the pre-flight that was made for it, if there was one.
     """
 
@@ -223,6 +234,7 @@ class RunReport:
     transfers_looked_at: int
     memory: dict[str, float]
     plan: str
+    shapes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     preflight: Preflight | None = None
 
     @property
@@ -289,6 +301,9 @@ class RunReport:
         ]
         if self.plan:
             lines.append(self.plan)
+        for shapes in self.shapes:
+            buckets = ", ".join(f"{item['samples']} up to {item['length']}" for item in shapes["buckets"])
+            lines.append(f"lengths of {shapes['name']}, {shapes['of']}: {buckets}; {shapes['waste']:.0%} is padding")
         if self.preflight is not None:
             lines.append(f"pre-flight for {self.preflight.topology}: {self.preflight.verdict}")
         return "\n".join(lines)

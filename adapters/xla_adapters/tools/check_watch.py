@@ -23,7 +23,7 @@ from xla_adapters.open_step import in_step
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime, prepare
 from xla_adapters.tools.check_facts import Compile, DtypeUse, Facts, HostOperator, LoaderFacts, Place, StepFacts, Told
-from xla_adapters.tools.user_script import FilesWritten, Hand, put_in, run_command, skipping_saves
+from xla_adapters.tools.user_script import FilesWritten, Hand, Stop, put_in, run_command, skipping_saves
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
 from xla_adapters.tracing.operation_log import Call, OperationLog, Update
 from xla_adapters.tracing.scope_report import ScopeReport
@@ -81,10 +81,6 @@ def run(facts: Facts, command: list[str], folder: Path, changed: Callable[[], No
             facts.error = f"{type(error).__name__}: {error}"
             facts.error_place = Place.of(location_of(error.__traceback__))
     changed()
-
-
-class Stop(BaseException):
-    """Ends the script: it has run the steps that were asked for. No `Exception`, so that nobody handles it."""
 
 
 class Watch:

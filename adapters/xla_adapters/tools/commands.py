@@ -1,4 +1,4 @@
-"""The commands `cache`, `check`, `doctor`, `preflight` and `train`: their options, and what they print and write.
+"""The commands `cache`, `check`, `doctor`, `preflight`, `shapes`, `train`: their options, what they print and write.
 
 Each `add_*` gives a parser the options of a command, and names the function that runs it.
 """
@@ -51,13 +51,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _above_zero(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return seconds
 
 
@@ -155,6 +155,43 @@ def _run_check(options: argparse.Namespace) -> int:
     return report.status
 
 
+def add_shapes(parser: argparse.ArgumentParser) -> None:
+    """`shapes`."""
+    parser.description = (
+        "Says how many lengths the batches of a script should have (shapes= of its trainer): runs its first steps on "
+        "the device of this machine, in a process of its own, and weighs what a compile costs against padding. "
+        "Saves nothing. Exit status: 2 if the script failed, or has no lengths."
+    )
+    parser.usage = "xla-adapters shapes [options] (SCRIPT | -m MODULE) [its arguments ...]"
+    parser.set_defaults(run=_run_shapes)
+    parser.add_argument("--epochs", type=_above_zero, help="how often the data is read (as often as the script does)")
+    parser.add_argument(
+        "--compile-seconds", type=_above_zero, help="of one length, on the machine that trains (what is measured here)"
+    )
+    parser.add_argument("--timeout", type=_positive, default=900, help="seconds after which the script is ended (900)")
+    _add_files(parser, "json")
+    parser.add_argument("--output", action="store_true", help=_OUTPUT)
+    _add_script(parser)
+
+
+def _run_shapes(options: argparse.Namespace) -> int:
+    from xla_adapters.tools.shapes_advice import advise_shapes
+
+    command = command_of(options.script, options.module, "shapes")
+    print("timing steps of two lengths ...", file=sys.stderr)
+    advice = advise_shapes(
+        command,
+        epochs=options.epochs,
+        compile_seconds=options.compile_seconds,
+        timeout=options.timeout,
+        shows_output=options.output,
+    )
+    print(advice.text())
+    if options.json is not None:
+        options.json.write_text(json.dumps(advice.as_values(), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """`doctor`."""
     parser.description = (
@@ -200,7 +237,9 @@ def add_preflight(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(get_args(Scheme))}; for a model also a plan's file (auto, which plans), for a script only if "
         "its trainer does not shard by itself",
     )
-    parser.add_argument("--timeout", type=_seconds, default=900, help="seconds for tracing, and for each compile (900)")
+    parser.add_argument(
+        "--timeout", type=_above_zero, default=900, help="seconds for tracing, and for each compile (900)"
+    )
     parser.add_argument(
         "--save-programs",
         metavar="DIR",

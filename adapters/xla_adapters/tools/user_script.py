@@ -14,7 +14,7 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -54,6 +54,10 @@ def run_command(command: list[str]) -> None:
 # ---- trainers ----------------------------------------------------------------------------------------
 
 
+class Stop(BaseException):
+    """Ends the script: it has run the steps that were asked for. No `Exception`, so that nobody handles it."""
+
+
 class Loops(Protocol):
     """What a pre-flight does with the loops of a trainer."""
 
@@ -80,6 +84,8 @@ class Hand:
         change: notes what was replaced, in words.
         skip: notes what was not saved, in words.
         sharding: for trainers that do not shard by themselves; None leaves them as they are.
+        shapes: for trainers without `shapes=`; None leaves them as they are.
+        told_epochs: called with how often a training will read its data.
         loops: what to do instead of training and evaluating; None to do that.
         has_values: whether tensors on the device have values, as in a training.
         keeps_steps: whether a trainer whose steps are not this package's is an error.
@@ -89,6 +95,8 @@ class Hand:
     change: Callable[[str], None]
     skip: Callable[[str], None]
     sharding: str | None = None
+    shapes: Mapping[str, Any] | None = None
+    told_epochs: Callable[[float], None] = lambda epochs: None
     loops: Loops | None = None
     has_values: bool = True
     keeps_steps: bool = False
