@@ -13,13 +13,13 @@ import torch
 import transformers
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
-from torch.utils.data import RandomSampler, Sampler, default_collate
+from torch.utils.data import DataLoader, RandomSampler, Sampler, default_collate
 
 from hf_trainer.model import model_of
 from hf_trainer.replay import overridden
+from xla_adapters.data.batches import BucketBatches, BucketSampler
 from xla_adapters.data.packing import PackedDataset, why_documents_mix
 from xla_adapters.data.shapes import (
-    BucketSampler,
     ShapeNotices,
     ShapePolicy,
     Shapes,
@@ -29,7 +29,9 @@ from xla_adapters.data.shapes import (
     with_rows,
 )
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime import get_runtime
 from xla_adapters.utils.host_random import host_random_numbers_kept
+from xla_adapters.utils.patching import replaced
 
 # Models of transformers whose losses are means over labels that are not -100, each row by itself.
 _MEANS_OVER_LABELS = re.compile(
@@ -79,6 +81,8 @@ class TrainerShapes:
         self._policy = policy
         self._training: Shapes | None = None
         self._evaluation: Shapes | None = None
+        # Of the training, if they have as many tokens and not as many rows.
+        self._batches: BucketBatches | None = None
         # Whether the loader of the training is known.
         self._has_loader = False
         # Of datasets for evaluation, with these, so that no other gets the same id.
@@ -116,6 +120,8 @@ class TrainerShapes:
             return stock
         args = trainer.args
         rows = int(trainer._train_batch_size or args.train_batch_size) * args.world_size
+        if policy.tokens_per_batch is not None:
+            rows = get_runtime().device.count() if get_runtime().device.is_spmd() else 1
         lengths: list[int] | None = None
         labels: list[int] | None = None
         if policy.packing is None:
@@ -125,15 +131,15 @@ class TrainerShapes:
         elif lengths is not None and self._may_pad(policy):
             self._training = policy.fit(lengths, labels, rows=rows, limit=self._limit())
             self._announce(self._training, "training")
+        seed, drops = args.seed if args.data_seed is None else args.data_seed, policy.last_batch == "drop"
+        if self._training is not None and lengths is not None and policy.tokens_per_batch is not None:
+            drops = drops or args.dataloader_drop_last
+            self._batches = self._training.batch_sampler(lengths, seed=seed, drop_last=drops)
         shapes = self._training or ShapePolicy(buckets=1).fit([0])
-        if len(shapes.bounds) == 1 and policy.last_batch != "drop":
+        if self._batches is not None or (len(shapes.bounds) == 1 and not drops):
             return stock
-        return shapes.sampler(
-            lengths if self._training is not None and lengths is not None else [0] * len(dataset),
-            rows,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            drop_last=policy.last_batch == "drop",
-        )
+        known = lengths if self._training is not None and lengths is not None else [0] * len(dataset)
+        return shapes.sampler(known, rows, seed=seed, drop_last=drops)
 
     def loader(self, make: Callable[[], Any]) -> Any:
         """The loader of a training, whose sampler may be the user's own.
@@ -146,14 +152,38 @@ class TrainerShapes:
         """
         policy, self._training, self._has_loader = self._policy, None, True
         self._notices.announced.clear()
+        self._batches = None
         with ExitStack() as stack:
+            if policy is not None and policy.tokens_per_batch is not None:
+                prepare = self._trainer.accelerator.prepare
+                stack.enter_context(replaced(self._trainer.accelerator, "prepare", self._prepared_by(prepare)))
             if policy is not None and policy.packing is not None and self._trainer.train_dataset is not None:
                 stack.enter_context(self._packing(policy, policy.packing))
             loader = make()
             self._check_sampler(loader)
         if policy is not None and self._training is None:
             self._fit_training(policy, loader)
+        if policy is not None and policy.tokens_per_batch is not None and self._batches is None:
+            self._notices.warn(
+                f"tokens_per_batch={policy.tokens_per_batch} has no effect, and batches have {loader.batch_size} rows: "
+                "it needs a dataset with a length, in random order, whose batches may be padded"
+            )
         return loader
+
+    def _prepared_by(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        """accelerate's function that takes a loader, whose batches are replaced by those of as many tokens."""
+
+        def prepared(loader: Any, *args: Any, **options: Any) -> Any:
+            if self._batches is not None:
+                # Those of the loader that transformers makes.
+                names = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "prefetch_factor")
+                kept = {
+                    name: getattr(loader, name) for name in (*names, "persistent_workers", "multiprocessing_context")
+                }
+                loader = DataLoader(loader.dataset, batch_sampler=self._batches, **kept)
+            return prepare(loader, *args, **options)
+
+        return prepared
 
     @contextmanager
     def _packing(self, policy: ShapePolicy, length: int) -> Iterator[None]:
@@ -297,7 +327,11 @@ class TrainerShapes:
         if not self._has_loader:
             self._of_unknown_loader(self._policy)
         inputs, phase, _ = self._shaped(self._training, inputs)
-        inputs = self._with_rows(inputs, self._trainer._train_batch_size, trains=True)
+        rows = self._trainer._train_batch_size
+        if self._batches is not None and self._training is not None:
+            place = self._training.place(_length_of(inputs, self._policy.length_of))
+            rows = 0 if place is None else self._training.rows_of[place]
+        inputs = self._with_rows(inputs, rows, trains=True)
         return (inputs if self._policy.packing is None else _of_documents(inputs)), phase
 
     def of_evaluation(self, inputs: Any, *, preprocesses: bool) -> tuple[Any, str, Cut | None]:
@@ -607,6 +641,11 @@ def _of_documents(inputs: Any) -> Any:
             f"{', '.join(sorted(inputs))}"
         )
     return {**inputs, "use_cache": False}
+
+
+def _length_of(inputs: Any, name: str) -> int:
+    value = inputs.get(name) if isinstance(inputs, Mapping) else None
+    return int(value.shape[1]) if isinstance(value, torch.Tensor) and value.ndim > 1 else sys.maxsize
 
 
 def _rows(inputs: Any) -> int:

@@ -38,6 +38,11 @@ class LoaderShapes:
                 "row, which keep documents apart. Give your DataLoader a PackedDataset (xla_adapters.data.packing),"
                 " and pass its input_ids, position_ids and labels on to the model"
             )
+        if policy is not None and policy.tokens_per_batch is not None:
+            raise ConfigError(
+                f"tokens_per_batch={policy.tokens_per_batch}: your loaders have a batch size of their own. Give your "
+                "DataLoader a batch_sampler: ShapePolicy(tokens_per_batch=...).fit(lengths).batch_sampler(lengths)"
+            )
         self._policy = policy
         self._seed = seed
         self._notices = ShapeNotices()

@@ -94,6 +94,35 @@ def test_batches_are_of_one_bucket_and_nothing_is_lost(count: int, shuffle: bool
     assert len(list(dropping)) == len(dropping) == count - count % 4
 
 
+@pytest.mark.parametrize("multiple", [1, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_batches_of_as_many_tokens(seed: int, multiple: int) -> None:
+    numbers = random.Random(seed)
+    lengths = [numbers.randint(1, 50) for _ in range(numbers.randint(1, 200))]
+    shapes = ShapePolicy(buckets=4, tokens_per_batch=120).fit(lengths, rows=multiple)
+    assert shapes.rows_of == tuple(max(multiple, 120 // bound // multiple * multiple) for bound in shapes.bounds)
+    found = shapes.batch_sampler(lengths, seed=seed)
+    batches = list(found)
+    assert len(batches) == len(found)
+    assert sorted(itertools.chain(*batches)) == list(range(len(lengths)))
+    places = [shapes.place(max(lengths[index] for index in batch)) for batch in batches]
+    rows = [shapes.rows_of[place] for place in places if place is not None]
+    # All but the last are whole.
+    assert [len(batch) for batch in batches[:-1]] == rows[:-1]
+    assert len(batches[-1]) <= rows[-1]
+    padded = [sum(len(batch) for batch, at in zip(batches, places, strict=True) if at == place) for place in range(4)]
+    assert shapes.padded_samples == tuple(padded[: len(shapes.bounds)])
+    assert list(found) == batches
+    found.set_epoch(1)
+    assert sorted(itertools.chain(*found)) == list(range(len(lengths)))
+    assert (list(found) != batches) == (len(lengths) > 1)
+    dropping = shapes.batch_sampler(lengths, seed=seed, drop_last=True)
+    assert [len(batch) for batch in dropping] == [len(batch) for batch in batches if len(batch) in shapes.rows_of][
+        : len(dropping)
+    ]
+    assert len(batches) - len(dropping) == (len(batches[-1]) < rows[-1])
+
+
 def _batch(length: int, rows: int = 2) -> dict[str, torch.Tensor]:
     ids = torch.arange(1, rows * length + 1).reshape(rows, length)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}

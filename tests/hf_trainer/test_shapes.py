@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import hf_trainer
 from tests.hf_trainer.scenarios import (
@@ -93,6 +93,13 @@ def both(make: Any, data: Any, *, shapes: Any, args: dict[str, Any], **options: 
     assert policy is not None
 
     class InBuckets(transformers.Trainer):
+        def get_train_dataloader(self) -> Any:
+            if policy.tokens_per_batch is None:
+                return super().get_train_dataloader()
+            batches = policy.fit(*found).batch_sampler(found[0], seed=42)
+            loader = DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)  # type: ignore[arg-type,var-annotated]
+            return self.accelerator.prepare(loader)
+
         def _get_train_sampler(self, *_: Any) -> Any:
             return policy.fit(*found, rows=_ROWS).sampler(
                 found[0], _ROWS, seed=42, drop_last=policy.last_batch == "drop"
@@ -152,6 +159,34 @@ def test_as_on_the_cpu_without_padding(model: str) -> None:
     assert steps.evaluation["eval_step"].graphs == 2, steps.evaluation["eval_step"].events
     assert [step.executions for step in actual.steps] == [1] * 6 * _EPOCHS
     assert actual.trainer.state.num_input_tokens_seen == expected.trainer.state.num_input_tokens_seen
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_batches_of_as_many_tokens(accumulated: int) -> None:
+    args = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": accumulated, "learning_rate": 1e-3}
+    data = text_samples(40, "tokens")
+    expected, actual = both(
+        lambda: tiny("llama"),
+        data,
+        shapes={"buckets": 3, "tokens_per_batch": 80},
+        args=args,
+        data_collator=padded,
+    )
+    assert_same(actual, expected)
+    found = lengths_of(data, "input_ids")
+    assert found is not None
+    shapes = ShapePolicy(buckets=3, tokens_per_batch=80).fit(*found)
+    assert shapes.rows_of == tuple(80 // bound for bound in shapes.bounds)
+    # The first batch of an update, the last, and one that is both at the end of an epoch.
+    kinds = 1 if accumulated == 1 else 3
+    assert steps_of(actual.trainer).train.graphs <= 3 * kinds
+    assert len(actual.losses) == 2 * -(-len(shapes.batch_sampler(found[0])) // accumulated)
+
+
+def test_as_many_tokens_need_lengths(caplog: pytest.LogCaptureFixture) -> None:
+    args = arguments(max_steps=2)
+    ours(Classifier(), vector_samples(16), args=args, shapes={"tokens_per_batch": 80})
+    assert "tokens_per_batch=80 has no effect, and batches have" in caplog.text
 
 
 def test_accumulation() -> None:
@@ -288,11 +323,12 @@ def _resumable(folder: Path, **options: Any) -> Any:
     }
 
 
-def test_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    whole = ours(gpt2(n_positions=64), **_resumable(tmp_path))
+@pytest.mark.parametrize("shapes", [{"buckets": 3}, {"buckets": 3, "tokens_per_batch": 60}], ids=["rows", "tokens"])
+def test_resume_in_the_middle_of_an_epoch(shapes: dict[str, Any], tmp_path: Path) -> None:
+    whole = ours(gpt2(n_positions=64), **_resumable(tmp_path, shapes=shapes))
     resumed = ours(
         gpt2(n_positions=64),
-        **_resumable(tmp_path),
+        **_resumable(tmp_path, shapes=shapes),
         train_options={"resume_from_checkpoint": str(tmp_path / "checkpoint-4")},
     )
     assert resumed.losses == whole.losses
@@ -301,7 +337,7 @@ def test_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="arranged by another batch size, seed or other lengths"):
         ours(
             gpt2(n_positions=64),
-            **_resumable(tmp_path, shapes={"buckets": 2}),
+            **_resumable(tmp_path, shapes={**shapes, "buckets": 2}),
             train_options={"resume_from_checkpoint": str(tmp_path / "checkpoint-4")},
         )
 

@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeGuard, cast, get_args
 
 import numpy
 import torch
-from torch.utils.data import Sampler
 
 from xla_adapters.config import check_choice
+from xla_adapters.data.batches import BucketBatches, BucketSampler
 from xla_adapters.errors import ConfigError
 from xla_adapters.utils.host_random import host_random_numbers_kept
 
@@ -80,6 +80,9 @@ class ShapePolicy:
         fill: the value of padding in entries of a batch, by name, where it is not known or not `Shapes.padded`'s. A
             value for `"labels"` promises that a loss of your own leaves out such labels, and what the attention mask
             masks. Without that promise batches of such losses keep their lengths.
+        tokens_per_batch: a training's batches of shorter lengths have more rows: so many that a batch has at most this
+            number of elements, padding included, and at least one row. In `hf_trainer`, in place of its batch size;
+            elsewhere give your `DataLoader` a `Shapes.batch_sampler`.
         packing: the length, in tokens, of rows into which the documents of a causal language model's training are put
             together (see `PackedDataset`). The other options then are for the evaluation. In `hf_trainer`; elsewhere
             make a `PackedDataset`.
@@ -94,6 +97,7 @@ class ShapePolicy:
     last_batch: LastBatch = "pad"
     length_of: str = "input_ids"
     fill: Mapping[str, float] = field(default_factory=dict)
+    tokens_per_batch: int | None = None
     packing: int | None = None
 
     def __post_init__(self) -> None:
@@ -117,8 +121,15 @@ class ShapePolicy:
                 object.__setattr__(self, "buckets", tuple(sorted(set(counts))))
         if not _is_count(self.pad_to_multiple_of):
             raise ConfigError(f"pad_to_multiple_of={self.pad_to_multiple_of!r}: give an integer >= 1")
-        if self.packing is not None and not _is_count(self.packing):
-            raise ConfigError(f"packing={self.packing!r}: give the length of a row in tokens, an integer >= 1")
+        for name, what in (("packing", "the length of a row"), ("tokens_per_batch", "the size of a batch")):
+            number = getattr(self, name)
+            if number is not None and not _is_count(number):
+                raise ConfigError(f"{name}={number!r}: give {what} in tokens, an integer >= 1")
+        if self.packing is not None and self.tokens_per_batch is not None:
+            raise ConfigError(
+                f"packing={self.packing!r} and tokens_per_batch={self.tokens_per_batch!r} contradict each other: rows "
+                "of documents have one length, so give a batch size"
+            )
         if not isinstance(self.max_waste, (int, float)) or not 0 <= self.max_waste < 1:
             raise ConfigError(f"max_waste={self.max_waste!r}: give a share of all elements, from 0 to below 1")
 
@@ -161,7 +172,8 @@ class ShapePolicy:
         Args:
             lengths: of each sample.
             label_lengths: of the labels of each sample, if these have a length of their own (summaries, transcripts).
-            rows: samples in a batch, if batches are formed within buckets (`BucketSampler`).
+            rows: samples in a batch, if batches are formed within buckets (`BucketSampler`). With `tokens_per_batch`
+                the number of samples in a batch is a multiple of it (the number of devices that divide it, say).
             limit: the largest length that the model takes, which rounding up must not exceed.
 
         Raises:
@@ -181,7 +193,10 @@ class ShapePolicy:
                 "bucket for it, or cut it"
             )
         places = numpy.searchsorted(bounds, sizes)
-        in_each = _in_buckets(places, len(bounds), rows)
+        rows_of = [rows] * len(bounds)
+        if self.tokens_per_batch is not None:
+            rows_of = [max(rows, self.tokens_per_batch // max(1, bound) // rows * rows) for bound in bounds]
+        in_each = _in_buckets(places, rows_of)
         label_bounds: tuple[int, ...] = ()
         if label_lengths is not None:
             labels = numpy.asarray(label_lengths, dtype=numpy.int64)
@@ -195,7 +210,7 @@ class ShapePolicy:
             waste=1 - float(sizes.sum()) / max(1, int((in_each * numpy.asarray(bounds)).sum())),
             waste_of_one=1 - float(sizes.mean() / max(1, sizes.max())),
             padded_samples=tuple(in_each.tolist()),
-            rows=rows,
+            rows_of=tuple(rows_of),
             lengths=sizes,
         )
 
@@ -207,7 +222,7 @@ class ShapePolicy:
         found: list[int] = []
         for number in range(1, _MOST_BUCKETS + 1):
             found = optimal_bounds(lengths, number, rows, self.pad_to_multiple_of)
-            in_each = _in_buckets(numpy.searchsorted(found, lengths), len(found), rows)
+            in_each = _in_buckets(numpy.searchsorted(found, lengths), [rows] * len(found))
             if sizes.sum() >= (1 - self.max_waste) * (in_each * numpy.asarray(found)).sum():
                 break
         return found
@@ -258,16 +273,23 @@ def _in_batches(longest: Any, rows: int) -> Any:
     return numpy.minimum(_rounded(longest, rows), longest[0])
 
 
-def _in_buckets(places: Any, number: int, rows: int) -> Any:
+def _in_buckets(places: Any, rows_of: Sequence[int]) -> Any:
     """How many samples are padded to the length of each bucket, with batches within buckets.
 
     Args:
         places: of the samples, the numbers of their buckets.
-        number: of buckets.
-        rows: samples in a batch.
+        rows_of: samples in a batch of each bucket.
     """
-    longest = numpy.asarray([(places >= place).sum() for place in range(number + 1)])
-    return -numpy.diff(_in_batches(longest, rows))
+    counts = numpy.bincount(places, minlength=len(rows_of))
+    in_each, taken = numpy.zeros_like(counts), 0
+    for place in range(len(counts) - 1, -1, -1):
+        # Those of longer buckets have taken some of this one to fill up their last batch.
+        left = max(0, int(counts[place]) - taken)
+        taken = max(0, taken - int(counts[place]))
+        if left:
+            whole = min(int(_rounded(left, rows_of[place])), left + int(counts[:place].sum()))
+            in_each[place], taken = whole, whole - left
+    return in_each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +303,7 @@ class Shapes:
         waste: the share of padding if samples of one bucket are put together.
         waste_of_one: the share of padding if all samples were as long as the longest.
         padded_samples: how many samples are padded to each of `bounds`.
-        rows: samples in a batch, if batches are formed within buckets; else 1.
+        rows_of: samples in a batch of each of `bounds`, if batches are formed within buckets; else 1.
         lengths: of each sample; none if they were not looked at.
     """
 
@@ -291,7 +313,7 @@ class Shapes:
     waste: float = 0.0
     waste_of_one: float = 0.0
     padded_samples: tuple[int, ...] = ()
-    rows: int = 1
+    rows_of: tuple[int, ...] = ()
     lengths: Any = field(default=(), repr=False, compare=False)
 
     @classmethod
@@ -308,6 +330,9 @@ class Shapes:
 
     def __str__(self) -> str:
         listed = ", ".join(map(str, self.bounds))
+        if self.policy.tokens_per_batch is not None and self.rows_of:
+            pairs = zip(self.rows_of, self.bounds, strict=True)
+            listed = "rows x length: " + ", ".join(f"{rows} x {bound}" for rows, bound in pairs)
         count = f"{self.used} length{'s' * (self.used != 1)}"
         return (
             f"{count} of {self.policy.length_of} ({listed}): {self.waste:.0%} is padding "
@@ -349,7 +374,20 @@ class Shapes:
             shuffle: whether the order is random.
             drop_last: whether a last batch of fewer rows is left out.
         """
-        return BucketSampler(self, lengths, rows, seed=seed, shuffle=shuffle, drop_last=drop_last)
+        return BucketSampler(self.bounds, lengths, rows, seed=seed, shuffle=shuffle, drop_last=drop_last)
+
+    def batch_sampler(
+        self, lengths: Sequence[int], *, seed: int = 0, shuffle: bool = True, drop_last: bool = False
+    ) -> BucketBatches:
+        """Batches of one bucket each, with as many rows as `rows_of` says: see `tokens_per_batch`.
+
+        Args:
+            lengths: of each sample.
+            seed: of the order.
+            shuffle: whether the order is random.
+            drop_last: whether a last batch of fewer rows is left out.
+        """
+        return BucketBatches(self.bounds, self.rows_of, lengths, seed=seed, shuffle=shuffle, drop_last=drop_last)
 
     def phase(self, batch: Any) -> str:
         """The length of a batch in words, for the name of its phase; empty if it is no bound, or the only one."""
@@ -415,55 +453,6 @@ class Shapes:
             # Heads that classify whole samples look for the last token that is no padding.
             pad_id = int(seen[0]) if len(seen) == 1 else 0 if token_level else None
         return {} if pad_id is None else dict.fromkeys(_IDS, pad_id)
-
-
-class BucketSampler(Sampler[int]):
-    """Yields each sample once, so that successive `batch_size` samples have lengths of one bucket.
-
-    Samples of the next shorter bucket fill up the last batch of each. At most one batch has fewer than `batch_size`
-    samples: the last, of the shortest samples. The others are in random order. The order depends on the seed and the
-    epoch alone.
-
-    Args:
-        shapes: the buckets.
-        lengths: of each sample.
-        batch_size: samples in a batch, of all processes.
-        seed: of the order.
-        shuffle: whether the order is random; otherwise it is that of the data, within each bucket.
-        drop_last: whether a last batch of fewer samples is left out.
-    """
-
-    def __init__(
-        self, shapes: Shapes, lengths: Sequence[int], batch_size: int, *, seed: int, shuffle: bool, drop_last: bool
-    ) -> None:
-        self.batch_size = batch_size
-        # What the order depends on, for checkpoints.
-        self.arranged_by = (batch_size, *shapes.bounds, seed)
-        self._places = numpy.searchsorted(shapes.bounds, numpy.asarray(lengths))
-        self._seed = seed
-        self._shuffle = shuffle
-        self._drops_last = drop_last
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next order is that of an epoch."""
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        count = len(self._places)
-        return count - count % self.batch_size if self._drops_last else count
-
-    def __iter__(self) -> Iterator[int]:
-        count, rows = len(self._places), self.batch_size
-        random = torch.Generator().manual_seed(self._seed + self._epoch)
-        order = torch.randperm(count, generator=random).numpy() if self._shuffle else numpy.arange(count)
-        # The longest bucket first, each in the order of above.
-        order = order[numpy.argsort(-self._places[order], kind="stable")]
-        full = count // rows
-        for number in torch.randperm(full, generator=random).tolist() if self._shuffle else range(full):
-            yield from order[number * rows : (number + 1) * rows].tolist()
-        if not self._drops_last:
-            yield from order[full * rows :].tolist()
 
 
 # ---- lengths --------------------------------------------------------------------------------------

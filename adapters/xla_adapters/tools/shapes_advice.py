@@ -243,10 +243,10 @@ def costs_of(shapes: Shapes, epochs: float, compile_seconds: float, seconds_of: 
     found: list[Costs] = []
     for number in range(1, _MOST_BUCKETS + 1):
         policy = ShapePolicy(buckets=number, pad_to_multiple_of=shapes.policy.pad_to_multiple_of)
-        fitted = policy.fit(shapes.lengths, rows=shapes.rows)
+        fitted = policy.fit(shapes.lengths, rows=max(shapes.rows_of))
         if len(fitted.bounds) < number:
             break
-        batches = epochs * numpy.asarray(fitted.padded_samples) / shapes.rows
+        batches = epochs * numpy.asarray(fitted.padded_samples) / numpy.asarray(fitted.rows_of)
         times = numpy.asarray([seconds_of(bound) for bound in fitted.bounds])
         found.append(
             Costs(
@@ -326,7 +326,8 @@ class _Watch:
     def _fit(self, fit: Callable[..., Shapes]) -> Callable[..., Shapes]:
         def fitted(policy: ShapePolicy, *args: Any, **options: Any) -> Shapes:
             # Of what the script promises and asks for all stays but the lengths.
-            return fit(replace(policy, buckets=2, max_waste=ShapePolicy.max_waste), *args, **options)
+            asked = replace(policy, buckets=2, max_waste=ShapePolicy.max_waste, tokens_per_batch=None)
+            return fit(asked, *args, **options)
 
         return fitted
 
