@@ -99,7 +99,7 @@ class Cell:
     trainer: str
     model: str
     train: Train
-    prepare: Callable[[], None] = lambda: None
+    prepare: Callable[[], object] = lambda: None
     loss_limit: float = LOSS_LIMIT
     weight_limit: float = WEIGHT_LIMIT
 

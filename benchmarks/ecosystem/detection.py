@@ -9,43 +9,32 @@ best query that is free.
 from __future__ import annotations
 
 import torch
-import transformers
 from torch import nn
 
-from benchmarks.ecosystem.model import Model
-from benchmarks.zoo import BATCH, Batch
+from benchmarks.ecosystem.detectors import PIXELS, QUERIES, pictures, targets
+from benchmarks.zoo import BATCH, CLASSES, Batch, Model
+from benchmarks.zoo import of_transformers as of
 
-_PIXELS, _CLASSES, _BOXES, _QUERIES = 32, 3, 4, 8
+_BOXES, _KINDS = 4, CLASSES["num_labels"]
 # More than any cost of a pair.
 _NEVER = 1e6
+_BACKBONE = {
+    **{"model_type": "rf_detr_dinov2", "image_size": PIXELS, "patch_size": 4, "hidden_size": 16},
+    **{"num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2, "num_windows": 2, "out_features": ["stage2"]},
+}
 
 
-def _rf_detr() -> nn.Module:
-    backbone = transformers.RfDetrDinov2Config(
-        image_size=_PIXELS,
-        patch_size=4,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        mlp_ratio=2,
-        num_windows=2,
-        out_features=["stage2"],
-    )
-    config = transformers.RfDetrConfig(
-        backbone_config=backbone,
-        d_model=16,
-        intermediate_size=16,
-        decoder_ffn_dim=32,
-        decoder_layers=2,
-        decoder_n_points=2,
-        decoder_self_attention_heads=2,
-        decoder_cross_attention_heads=2,
-        num_queries=_QUERIES,
-        group_detr=2,
-        num_labels=_CLASSES,
-        dropout=0.0,
-    )
-    return transformers.RfDetrForObjectDetection(config)
+def _listed(generator: torch.Generator) -> Batch:
+    labels = targets(generator)
+    return {"pixel_values": pictures(generator), "labels": labels}
+
+
+HUNGARIAN = of(
+    *("detection (RF-DETR, Hungarian on the host)", "RfDetrForObjectDetection", _listed, CLASSES),
+    **{"backbone_config": _BACKBONE, "d_model": 16, "intermediate_size": 16, "decoder_ffn_dim": 32},
+    **{"decoder_layers": 2, "decoder_n_points": 2, "decoder_self_attention_heads": 2, "num_queries": QUERIES},
+    **{"decoder_cross_attention_heads": 2, "group_detr": 2, "dropout": 0.0},
+)
 
 
 class PaddedDetector(nn.Module):
@@ -53,14 +42,14 @@ class PaddedDetector(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = _rf_detr()
+        self.net = HUNGARIAN.build()
 
     def forward(
         self, pixel_values: torch.Tensor, boxes: torch.Tensor, classes: torch.Tensor, real: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         out = self.net(pixel_values)
         # The queries of each group are matched with all boxes.
-        logits, predicted = (value.unflatten(1, (-1, _QUERIES)) for value in (out.logits, out.pred_boxes))
+        logits, predicted = (value.unflatten(1, (-1, QUERIES)) for value in (out.logits, out.pred_boxes))
         losses = [padded_loss(logits[:, i], predicted[:, i], boxes, classes, real) for i in range(logits.shape[1])]
         return {"loss": torch.stack(losses).mean()}
 
@@ -78,8 +67,8 @@ def padded_loss(
         real: which targets are no padding.
     """
     query = matched(logits.detach(), predicted.detach(), boxes, classes, real)
-    wanted = nn.functional.one_hot(query, _QUERIES).to(logits.dtype) * real[..., None]
-    targets = torch.einsum("btq,btc->bqc", wanted, nn.functional.one_hot(classes, _CLASSES).to(logits.dtype))
+    wanted = nn.functional.one_hot(query, QUERIES).to(logits.dtype) * real[..., None]
+    targets = torch.einsum("btq,btc->bqc", wanted, nn.functional.one_hot(classes, _KINDS).to(logits.dtype))
     count = real.sum().clamp(min=1)
     by_class = nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / count
     mine = predicted.gather(1, query[..., None].expand(-1, -1, 4))
@@ -91,7 +80,7 @@ def matched(
     logits: torch.Tensor, predicted: torch.Tensor, boxes: torch.Tensor, classes: torch.Tensor, real: torch.Tensor
 ) -> torch.Tensor:
     """The query of each target, all of them different. Arguments are those of `padded_loss`."""
-    likely = logits.sigmoid().gather(2, classes[:, None].expand(-1, _QUERIES, -1))
+    likely = logits.sigmoid().gather(2, classes[:, None].expand(-1, QUERIES, -1))
     cost = 5 * (predicted[:, :, None] - boxes[:, None]).abs().sum(-1) - 2 * likely
     taken = torch.zeros_like(cost[:, :, 0])
     found = []
@@ -99,41 +88,19 @@ def matched(
         query = (cost[:, :, target] + _NEVER * taken).argmin(1)
         found.append(query)
         # Padding takes no query from a box.
-        taken = taken + nn.functional.one_hot(query, _QUERIES) * real[:, target, None]
+        taken = taken + nn.functional.one_hot(query, QUERIES) * real[:, target, None]
     return torch.stack(found, 1)
-
-
-def _pictures(generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(BATCH, 3, _PIXELS, _PIXELS, generator=generator)
-
-
-def _listed(generator: torch.Generator) -> Batch:
-    """Targets as transformers takes them: a dictionary for each image, of 1, 2, 3 and 4 boxes."""
-    targets = [
-        {
-            "class_labels": torch.randint(0, _CLASSES, (1 + image % _BOXES,), generator=generator),
-            "boxes": 0.3 + 0.3 * torch.rand(1 + image % _BOXES, 4, generator=generator),
-        }
-        for image in range(BATCH)
-    ]
-    return {"pixel_values": _pictures(generator), "labels": targets}
 
 
 def _padded(generator: torch.Generator) -> Batch:
     """Another number of boxes in each image of each batch."""
     counts = torch.randint(1, _BOXES + 1, (BATCH,), generator=generator)
     return {
-        "pixel_values": _pictures(generator),
+        "pixel_values": pictures(generator),
         "boxes": 0.3 + 0.3 * torch.rand(BATCH, _BOXES, 4, generator=generator),
-        "classes": torch.randint(0, _CLASSES, (BATCH, _BOXES), generator=generator),
+        "classes": torch.randint(0, _KINDS, (BATCH, _BOXES), generator=generator),
         "real": torch.arange(_BOXES)[None] < counts[:, None],
     }
 
 
-def _load() -> None:
-    # transformers imports a class when it is first used.
-    assert transformers.RfDetrForObjectDetection is not None
-
-
-HUNGARIAN = Model("detection (RF-DETR, Hungarian on the host)", _rf_detr, _listed, _load)
-PADDED = Model("detection (RF-DETR, padded, matched in the graph)", PaddedDetector, _padded, _load)
+PADDED = Model("detection (RF-DETR, padded, matched in the graph)", PaddedDetector, _padded, HUNGARIAN.prepare)

@@ -9,29 +9,63 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.ecosystem.model import Model
-from benchmarks.zoo import BATCH, Batch
+from benchmarks.zoo import (
+    BATCH,
+    CLASSES,
+    LAYERS,
+    MLP,
+    NO_ACTIVATION_DROPOUT,
+    NO_HIDDEN_DROPOUT,
+    SIZES,
+    WIDTHS,
+    Batch,
+    Model,
+)
+from benchmarks.zoo import of_transformers as of
 
-_PIXELS, _CLASSES, _BOXES, _QUERIES = 32, 3, 4, 8
-_NO_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
-_DETR: dict[str, Any] = {
-    **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
-    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_queries": _QUERIES, "num_labels": _CLASSES},
-    **_NO_DROPOUT,
+PIXELS, QUERIES = 32, 8
+_BOXES = 4
+_QUERIED: dict[str, Any] = {
+    **{**LAYERS, **WIDTHS, **NO_ACTIVATION_DROPOUT, "d_model": 32, "encoder_layers": 1, "num_queries": QUERIES},
+}
+_SMALL_RESNET = {"embedding_size": 8, "layer_type": "basic"}
+_RESNET = {
+    **{**_SMALL_RESNET, "model_type": "resnet", "hidden_sizes": [8, 16, 16], "depths": [1, 1, 1]},
+    "out_features": ["stage3"],
+}
+_LAST_STAGES = {"out_features": ["stage2", "stage3", "stage4"]}
+_RT_RESNET = {
+    **{**_SMALL_RESNET, "model_type": "rt_detr_resnet", "hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
+    **_LAST_STAGES,
+}
+_RT_DETR = {
+    **{"backbone_config": _RT_RESNET, "encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
+    **{"encoder_hidden_dim": 32, "encoder_ffn_dim": 48, "encoder_attention_heads": 4, "num_denoising": 0},
+    **{"d_model": 32, "decoder_ffn_dim": 48, "decoder_layers": 2, "decoder_attention_heads": 4},
+    **{"num_queries": QUERIES, "dropout": 0.0},
+}
+_SWIN = {
+    **{"model_type": "swin", "image_size": PIXELS, "patch_size": 2, "embed_dim": 8, "depths": [1, 1, 1, 1]},
+    **{"num_heads": [1, 1, 2, 2], "window_size": 2, "drop_path_rate": 0.0},
+    **_LAST_STAGES,
+}
+_WORDS = {"model_type": "bert", **SIZES, **MLP, **NO_HIDDEN_DROPOUT, "num_hidden_layers": 1, "vocab_size": 1100}
+_GROUNDING_DINO = {
+    **{"backbone_config": _SWIN, "text_config": _WORDS, "max_text_len": 16, "auxiliary_loss": True},
+    **{"encoder_n_points": 2, "decoder_n_points": 2, "num_feature_levels": 3, "fusion_droppath": 0.0},
+}
+_SEGFORMER = {
+    **{"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16]},
+    **{"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]},
+    **{"decoder_hidden_size": 16, "drop_path_rate": 0.0, "classifier_dropout_prob": 0.0},
 }
 
 
-def _resnet(*stages: str) -> Any:
-    return transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16, 16], depths=[1, 1, 1], layer_type="basic", out_features=list(stages)
-    )
-
-
-def _pixels(generator: torch.Generator, size: int = _PIXELS) -> torch.Tensor:
+def pictures(generator: torch.Generator, size: int = PIXELS) -> torch.Tensor:
     return torch.randn(BATCH, 3, size, size, generator=generator)
 
 
-def _targets(generator: torch.Generator, *, varying: bool = False) -> list[dict[str, torch.Tensor]]:
+def targets(generator: torch.Generator, *, varying: bool = False) -> list[dict[str, torch.Tensor]]:
     """A dictionary for each image, as transformers takes them.
 
     Args:
@@ -45,7 +79,7 @@ def _targets(generator: torch.Generator, *, varying: bool = False) -> list[dict[
     )
     return [
         {
-            "class_labels": torch.randint(0, _CLASSES, (count,), generator=generator),
+            "class_labels": torch.randint(0, CLASSES["num_labels"], (count,), generator=generator),
             "boxes": 0.3 + 0.3 * torch.rand(count, 4, generator=generator),
         }
         for count in counts
@@ -53,62 +87,12 @@ def _targets(generator: torch.Generator, *, varying: bool = False) -> list[dict[
 
 
 def _detected(varying: bool, generator: torch.Generator) -> Batch:
-    return {"pixel_values": _pixels(generator), "labels": _targets(generator, varying=varying)}
+    return {"pixel_values": pictures(generator), "labels": targets(generator, varying=varying)}
 
 
-def _of(stem: str, head: str, options: dict[str, Any], **more: Any) -> nn.Module:
-    config = getattr(transformers, f"{stem}Config")(**options, **more)
-    net: nn.Module = getattr(transformers, f"{stem}{head}")(config)
-    return net
-
-
-def _detr(stem: str, **more: Any) -> nn.Module:
-    return _of(stem, "ForObjectDetection", _DETR, backbone_config=_resnet("stage3"), **more)
-
-
-def _rt_detr() -> nn.Module:
-    backbone = transformers.RTDetrResNetConfig(
-        embedding_size=8,
-        hidden_sizes=[8, 16, 16, 16],
-        depths=[1, 1, 1, 1],
-        layer_type="basic",
-        out_features=["stage2", "stage3", "stage4"],
-    )
-    return _of(
-        "RTDetr",
-        "ForObjectDetection",
-        {
-            **{"backbone_config": backbone, "encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32]},
-            **{"encoder_hidden_dim": 32, "encoder_ffn_dim": 48, "encoder_attention_heads": 4, "num_denoising": 0},
-            **{"d_model": 32, "decoder_ffn_dim": 48, "decoder_layers": 2, "decoder_attention_heads": 4},
-            **{"num_queries": _QUERIES, "num_labels": _CLASSES, "dropout": 0.0},
-        },
-    )
-
-
-def _yolos() -> nn.Module:
-    return _of(
-        "Yolos",
-        "ForObjectDetection",
-        {
-            **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
-            **{"image_size": [_PIXELS, _PIXELS], "patch_size": 8, "num_detection_tokens": _QUERIES},
-            **{"num_labels": _CLASSES},
-        },
-    )
-
-
-def _swin(*stages: str) -> Any:
-    return transformers.SwinConfig(
-        image_size=_PIXELS,
-        patch_size=2,
-        embed_dim=8,
-        depths=[1, 1, 1, 1],
-        num_heads=[1, 1, 2, 2],
-        window_size=2,
-        drop_path_rate=0.0,
-        out_features=list(stages),
-    )
+def _detr(name: str, model: str, batch: Any, **options: Any) -> Model:
+    parts: dict[str, Any] = {"backbone_config": _RESNET, **options}
+    return of(name, f"{model}ForObjectDetection", batch, _QUERIED, CLASSES, parts)
 
 
 class Sam(nn.Module):
@@ -123,7 +107,7 @@ class Sam(nn.Module):
                     output_channels=16,
                     num_hidden_layers=2,
                     num_attention_heads=4,
-                    image_size=_PIXELS,
+                    image_size=PIXELS,
                     patch_size=8,
                     window_size=2,
                     global_attn_indexes=[1],
@@ -133,7 +117,7 @@ class Sam(nn.Module):
                 ),
                 prompt_encoder_config={
                     "hidden_size": 16,
-                    "image_size": _PIXELS,
+                    "image_size": PIXELS,
                     "patch_size": 8,
                     "mask_input_channels": 4,
                 },
@@ -157,32 +141,10 @@ def _outlined(generator: torch.Generator) -> Batch:
     corner = torch.rand(BATCH, 1, 2, generator=generator) * 10
     size = 5 + torch.rand(BATCH, 1, 2, generator=generator) * 15
     return {
-        "pixel_values": _pixels(generator),
+        "pixel_values": pictures(generator),
         "input_boxes": torch.cat([corner, corner + size], -1),
         "labels": (torch.rand(BATCH, 16, 16, generator=generator) > 0.5).float(),
     }
-
-
-def _grounding_dino() -> nn.Module:
-    text = transformers.BertConfig(
-        vocab_size=1100,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=48,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return _of(
-        "GroundingDino",
-        "ForObjectDetection",
-        {
-            **{key: value for key, value in _DETR.items() if key != "num_labels"},
-            **{"backbone_config": _swin("stage2", "stage3", "stage4"), "text_config": text, "max_text_len": 16},
-            **{"encoder_n_points": 2, "decoder_n_points": 2, "num_feature_levels": 3, "fusion_droppath": 0.0},
-            "auxiliary_loss": True,
-        },
-    )
 
 
 def _asked(generator: torch.Generator) -> Batch:
@@ -190,43 +152,33 @@ def _asked(generator: torch.Generator) -> Batch:
     names = torch.randint(5, 100, (BATCH, 3), generator=generator)
     tokens = torch.stack([torch.tensor([101, a, 1012, b, 1012, c, 1012, 102]) for a, b, c in names.tolist()])
     return {
-        "pixel_values": _pixels(generator),
+        "pixel_values": pictures(generator),
         "input_ids": tokens,
         "attention_mask": torch.ones_like(tokens),
-        "labels": _targets(generator),
+        "labels": targets(generator),
     }
 
 
-def _segformer() -> nn.Module:
-    return _of(
-        "Segformer",
-        "ForSemanticSegmentation",
-        {
-            **{"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16]},
-            **{"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]},
-            **{"decoder_hidden_size": 16, "num_labels": _CLASSES, "drop_path_rate": 0.0},
-            **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0},
-        },
-    )
-
-
 def _labelled(generator: torch.Generator) -> Batch:
-    labels = torch.randint(0, _CLASSES, (BATCH, _PIXELS, _PIXELS), generator=generator)
+    labels = torch.randint(0, CLASSES["num_labels"], (BATCH, PIXELS, PIXELS), generator=generator)
     labels[:, :2] = 255
-    return {"pixel_values": _pixels(generator), "labels": labels}
+    return {"pixel_values": pictures(generator), "labels": labels}
 
 
 _SAME, _OTHERS = functools.partial(_detected, False), functools.partial(_detected, True)
 
 DETECTORS = (
-    Model("DETR", functools.partial(_detr, "Detr"), _SAME),
-    Model("DETR (other numbers of boxes in each batch)", functools.partial(_detr, "Detr"), _OTHERS),
-    Model("DETR (auxiliary loss)", functools.partial(_detr, "Detr", auxiliary_loss=True), _SAME),
-    Model("Conditional DETR", functools.partial(_detr, "ConditionalDetr"), _SAME),
-    Model("Deformable DETR", functools.partial(_detr, "DeformableDetr", num_feature_levels=1), _SAME),
-    Model("RT-DETR", _rt_detr, _SAME),
-    Model("YOLOS", _yolos, _SAME),
-    Model("Grounding DINO", _grounding_dino, _asked),
+    _detr("DETR", "Detr", _SAME),
+    _detr("DETR (other numbers of boxes in each batch)", "Detr", _OTHERS),
+    _detr("DETR (auxiliary loss)", "Detr", _SAME, auxiliary_loss=True),
+    _detr("Conditional DETR", "ConditionalDetr", _SAME),
+    _detr("Deformable DETR", "DeformableDetr", _SAME, num_feature_levels=1),
+    of("RT-DETR", "RTDetrForObjectDetection", _SAME, _RT_DETR, CLASSES),
+    of(
+        *("YOLOS", "YolosForObjectDetection", _SAME, SIZES, MLP, CLASSES),
+        **{"image_size": [PIXELS, PIXELS], "patch_size": 8, "num_detection_tokens": QUERIES},
+    ),
+    of("Grounding DINO", "GroundingDinoForObjectDetection", _asked, _QUERIED, _GROUNDING_DINO),
     Model("SAM", Sam, _outlined),
-    Model("SegFormer", _segformer, _labelled),
+    of("SegFormer", "SegformerForSemanticSegmentation", _labelled, _SEGFORMER, NO_HIDDEN_DROPOUT, CLASSES),
 )

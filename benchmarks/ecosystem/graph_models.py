@@ -8,8 +8,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 from torch_geometric.transforms import GCNNorm
 
-from benchmarks.ecosystem.model import Model
-from benchmarks.zoo import Batch
+from benchmarks.zoo import Batch, Model
 
 _NODES, _EDGES, _FEATURES, _CLASSES = 24, 60, 8, 3
 _IGNORED = -100

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import timm
 import torch
-import transformers
 from diffusers import DDPMScheduler, UNet2DConditionModel, UNet2DModel
 from torch import nn
 
-from benchmarks.ecosystem.model import Model
-from benchmarks.zoo import BATCH, Batch
+from benchmarks.zoo import BATCH, Batch, Model
 
 _PIXELS, _CLASSES, _TEXT_WIDTH = 16, 3, 12
 _STEPS = 1000
@@ -121,38 +119,8 @@ def _pictures(generator: torch.Generator) -> Batch:
     return {"pixel_values": pixels, "labels": torch.randint(0, _CLASSES, (BATCH,), generator=generator)}
 
 
-def _segformer() -> nn.Module:
-    config = transformers.SegformerConfig(
-        num_encoder_blocks=2,
-        depths=[1, 1],
-        sr_ratios=[2, 1],
-        hidden_sizes=[8, 16],
-        patch_sizes=[7, 3],
-        strides=[4, 2],
-        num_attention_heads=[1, 2],
-        mlp_ratios=[2, 2],
-        decoder_hidden_size=16,
-        num_labels=_CLASSES,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        classifier_dropout_prob=0.0,
-        drop_path_rate=0.0,
-    )
-    return transformers.SegformerForSemanticSegmentation(config)
-
-
-def _masks(generator: torch.Generator) -> Batch:
-    labels = torch.randint(0, _CLASSES, (BATCH, 32, 32), generator=generator)
-    # A border that the loss leaves out.
-    labels[:, :2] = 255
-    return {"pixel_values": torch.randn(BATCH, 3, 32, 32, generator=generator), "labels": labels}
-
-
 UNET = Model("diffusers UNet2D", unconditional, _noisy)
 UNET_CONDITION = Model("diffusers UNet2DCondition", conditional, _noisy_with_text)
 TIMM_VIT = Model("timm ViT", _timm_vit, _pictures)
 TIMM_CONVNEXT = Model("timm ConvNeXt", _timm_convnext, _pictures)
 TIMM_RESNET = Model("timm ResNet", _timm_resnet, _pictures)
-SEGMENTATION = Model(
-    "segmentation (Segformer)", _segformer, _masks, lambda: str(transformers.SegformerForSemanticSegmentation)
-)

@@ -18,7 +18,7 @@ for _library in ("diffusers", "lightning", "peft", "sentence_transformers", "tim
 
 from benchmarks.ecosystem import __main__ as ecosystem  # noqa: E402 (needs these libraries)
 from benchmarks.ecosystem import cell, output, table, with_lightning  # noqa: E402
-from benchmarks.ecosystem.model import Model  # noqa: E402
+from benchmarks.zoo import Model  # noqa: E402
 from xla_adapters.errors import GraphBreakError, TensorReadError  # noqa: E402
 
 _WHOLE = (
