@@ -117,7 +117,7 @@ def measure(program: Program, timeout: float) -> Row:
     """Runs a program, and compares what it is told with what was planted."""
     row = Row(program.name, program.loop, harmless=program.cause is None)
     try:
-        told = listen(program.run, timeout)
+        told = listen(program.train, timeout)
     except RuntimeError as error:
         print(f"{program.name}:\n{error}", file=sys.stderr, flush=True)
         row.error = str(error).partition("\n--- ")[0].strip().splitlines()[-1]

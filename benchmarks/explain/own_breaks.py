@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 
-from benchmarks.explain.own_loops import BATCH, Net, batches, eagerly
+from benchmarks.explain.own_loops import BATCH, Net, batches, on_device, update
 from benchmarks.explain.program import Program
 from xla_adapters import CompiledStep, step
 
@@ -17,14 +17,11 @@ def third_party() -> None:
     model = Net().to("xla")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     running = torchmetrics.MeanMetric().to("xla")
-    for x, y in batches(4 * BATCH):
-        x, y = x.to("xla"), y.to("xla")
+    for x, y in on_device(4 * BATCH):
         with step():
             loss = F.cross_entropy(model(x), y)
             running.update(loss.detach())  # planted: .item() in a third-party call
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(loss, optimizer)
 
 
 def printed() -> None:
@@ -47,14 +44,11 @@ def printed() -> None:
 def positions_of_mask() -> None:
     model = Net().to("xla")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches(4 * BATCH):
-        x, y = x.to("xla"), y.to("xla")
+    for x, y in on_device(4 * BATCH):
         with step():
             losses = F.cross_entropy(model(x), y, reduction="none")
             rows = (losses > losses.mean()).nonzero().squeeze(1)  # planted: nonzero
-            losses[rows].mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(losses[rows].mean(), optimizer)
 
 
 class SmoothGradient(torch.autograd.Function):
@@ -73,44 +67,28 @@ class SmoothGradient(torch.autograd.Function):
 def smoothed_gradients() -> None:
     model = Net().to("xla")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches(4 * BATCH):
-        x, y = x.to("xla"), y.to("xla")
+    for x, y in on_device(4 * BATCH):
         with step():
             x = SmoothGradient.apply(model.hidden(x))  # type: ignore[no-untyped-call]
             loss = F.cross_entropy(model.head(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(loss, optimizer)
 
 
 _MATRIX = r"multiply by the matrix of the transform"
 PROGRAMS = [
     Program(
-        name=".item() in a third-party call",
-        loop="step()",
-        run=eagerly(third_party),
-        cause=r"^TensorReadError: tensor read .*bool\(tensor\)$",
-        remedy=r"read it after the step",
+        ".item() in a third-party call",
+        third_party,
+        r"^TensorReadError: tensor read .*bool\(tensor\)$",
+        r"read it after the step",
     ),
     Program(
-        name="print",
+        "print",
+        printed,
+        r"^TensorReadError: tensor read .*(formatting|print)",
+        r"read it after the step",
         loop="CompiledStep",
-        run=eagerly(printed),
-        cause=r"^TensorReadError: tensor read .*(formatting|print)",
-        remedy=r"read it after the step",
     ),
-    Program(
-        name="nonzero",
-        loop="step()",
-        run=eagerly(positions_of_mask),
-        cause=r"^GraphBreakError: .*: nonzero$",
-        remedy=r"torch\.where\(mask, x, 0\)",
-    ),
-    Program(
-        name="FFT in the backward only",
-        loop="step()",
-        run=eagerly(smoothed_gradients),
-        cause=r"^HostOperatorError: .* _fft_r2c,",
-        remedy=_MATRIX,
-    ),
+    Program("nonzero", positions_of_mask, r"^GraphBreakError: .*: nonzero$", r"torch\.where\(mask, x, 0\)"),
+    Program("FFT in the backward only", smoothed_gradients, r"^HostOperatorError: .* _fft_r2c,", _MATRIX),
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -150,10 +150,7 @@ def accumulation() -> None:
     fit(Plain(), max_epochs=2, callbacks=[GradientAccumulationScheduler(scheduling={0: 1, 1: 2})])
 
 
-def _program(name: str, run: Callable[[], object], cause: str | None, remedy: str = "", **options: Any) -> Program:
-    return Program(name=name, loop="Lightning", run=run, cause=cause, remedy=remedy, **options)
-
-
+_program = functools.partial(Program, loop="Lightning")
 PROGRAMS = [
     _program(
         "Python float",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -194,11 +194,8 @@ def string() -> None:
     train(Classifier(), Texts(6 * BATCH), kind=Reduction)
 
 
-def _program(name: str, run: Callable[[], object], cause: str | None, remedy: str = "", **options: Any) -> Program:
-    return Program(name=name, loop="HF Trainer", run=run, cause=cause, remedy=remedy, **options)
-
-
 _FEW = "keep it the same in each step, or choose among a few values"
+_program = functools.partial(Program, loop="HF Trainer")
 PROGRAMS = [
     _program("Python bool", boolean, r"a bool .* in topk: False -> True$", _FEW),
     _program("Python string", string, r"a string .* in cross_entropy: 'mean' -> 'sum'$", _FEW),
@@ -215,10 +212,7 @@ PROGRAMS = [
         r"read it after the step \(",
     ),
     _program(
-        ".item() in the loss",
-        item_in_loss,
-        r"^TensorReadError: tensor read .*\.item\(\)$",
-        r"keep it on the device",
+        ".item() in the loss", item_in_loss, r"^TensorReadError: tensor read .*\.item\(\)$", r"keep it on the device"
     ),
     _program(
         "FFT in the loss", fourier, r"^HostOperatorError: .* _fft_r2c,", "multiply by the matrix of the transform"
