@@ -11,10 +11,16 @@ from dataclasses import replace
 from benchmarks.ecosystem import with_lightning, with_sentences, with_transformers, with_trl
 from benchmarks.ecosystem.audio import AUDIO
 from benchmarks.ecosystem.cell import Cell
-from benchmarks.ecosystem.detection import HUNGARIAN, PADDED
-from benchmarks.ecosystem.detectors import DETECTORS
-from benchmarks.ecosystem.graph_models import GCN_NORMALIZED, GCN_NORMALIZING
-from benchmarks.ecosystem.image_models import TIMM_CONVNEXT, TIMM_RESNET, TIMM_VIT, UNET, UNET_CONDITION
+from benchmarks.ecosystem.detectors import DETECTORS, HUNGARIAN, PADDED
+from benchmarks.ecosystem.library_models import (
+    GCN_NORMALIZED,
+    GCN_NORMALIZING,
+    TIMM_CONVNEXT,
+    TIMM_RESNET,
+    TIMM_VIT,
+    UNET,
+    UNET_CONDITION,
+)
 from benchmarks.ecosystem.vision_language import VISION_LANGUAGE
 from benchmarks.zoo import ARCHITECTURES, Model
 

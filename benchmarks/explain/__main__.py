@@ -16,10 +16,8 @@ import functools
 import sys
 
 from benchmarks import report
-from benchmarks.explain import own_breaks, own_loops, with_lightning, with_transformers
-from benchmarks.explain.measure import Row, listen, measure
-from benchmarks.explain.output import markdown, table_of
-from benchmarks.explain.program import Program
+from benchmarks.explain import own_loops, with_lightning, with_transformers
+from benchmarks.explain.measure import Program, Row, listen, markdown, measure, table_of
 from tests.programs import PROGRAMS
 
 # Of the programs: 22 and 20 of 24.
@@ -30,7 +28,7 @@ _RECOMPILED = ("vae-warmup", "loop-contrastive")
 
 def programs() -> list[Program]:
     """All of them, by loop."""
-    return [*own_loops.PROGRAMS, *own_breaks.PROGRAMS, *with_transformers.PROGRAMS, *with_lightning.PROGRAMS]
+    return [*own_loops.PROGRAMS, *with_transformers.PROGRAMS, *with_lightning.PROGRAMS]
 
 
 def named(names: str) -> list[Program]:

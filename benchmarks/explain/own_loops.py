@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.explain.program import Program
+from benchmarks.explain.measure import Program
 from xla_adapters import CompiledStep, step
 
 BATCH, CLASSES = 8, 4
 
 
-def batches(number: int, size: int = BATCH, features: int = 16) -> DataLoader[Any]:
-    """Batches of this size of random data; the last one has what is left."""
-    x = torch.randn(number, features)
-    return DataLoader(TensorDataset(x, torch.arange(number) % CLASSES), batch_size=size)
+def batches(number: int) -> DataLoader[Any]:
+    """Batches of random data; the last one has what is left."""
+    return DataLoader(TensorDataset(torch.randn(number, 16), torch.arange(number) % CLASSES), batch_size=BATCH)
 
 
 def on_device(number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -205,6 +205,67 @@ def another_dtype() -> None:
         train_step({"image": x.byte() if index == 3 else x, "label": y})
 
 
+def third_party() -> None:
+    model = Net().to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    running = torchmetrics.MeanMetric().to("xla")
+    for x, y in on_device(4 * BATCH):
+        with step():
+            loss = F.cross_entropy(model(x), y)
+            running.update(loss.detach())  # planted: .item() in a third-party call
+            update(loss, optimizer)
+
+
+def printed() -> None:
+    model = Net().to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @CompiledStep
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        print(f"loss {loss:.3f}")  # planted: print
+        optimizer.step()
+        return loss.detach()
+
+    for x, y in batches(4 * BATCH):
+        train_step(x, y)
+
+
+def positions_of_mask() -> None:
+    model = Net().to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in on_device(4 * BATCH):
+        with step():
+            losses = F.cross_entropy(model(x), y, reduction="none")
+            rows = (losses > losses.mean()).nonzero().squeeze(1)  # planted: nonzero
+            update(losses[rows].mean(), optimizer)
+
+
+class SmoothGradient(torch.autograd.Function):
+    """Hands its input on, and leaves the low frequencies of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft(gradients[0])  # planted: FFT in the backward only
+        return torch.fft.irfft(spectrum[..., :3], n=gradients[0].shape[-1])
+
+
+def smoothed_gradients() -> None:
+    model = Net().to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in on_device(4 * BATCH):
+        with step():
+            x = SmoothGradient.apply(model.hidden(x))  # type: ignore[no-untyped-call]
+            loss = F.cross_entropy(model.head(x), y)
+            update(loss, optimizer)
+
+
 _PAD = r"pad (batches )?to a fixed length or to a few lengths"
 PROGRAMS = [
     Program(
@@ -266,5 +327,25 @@ PROGRAMS = [
         r"one dtype",
         has_line=False,
         loop="CompiledStep",
+    ),
+    Program(
+        ".item() in a third-party call",
+        third_party,
+        r"^TensorReadError: tensor read .*bool\(tensor\)$",
+        r"read it after the step",
+    ),
+    Program(
+        "print",
+        printed,
+        r"^TensorReadError: tensor read .*(formatting|print)",
+        r"read it after the step",
+        loop="CompiledStep",
+    ),
+    Program("nonzero", positions_of_mask, r"^GraphBreakError: .*: nonzero$", r"torch\.where\(mask, x, 0\)"),
+    Program(
+        "FFT in the backward only",
+        smoothed_gradients,
+        r"^HostOperatorError: .* _fft_r2c,",
+        r"multiply by the matrix of the transform",
     ),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from typing import Any
 
 import lightning as L
@@ -11,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from benchmarks.explain.measure import Program
 from benchmarks.explain.own_loops import BATCH, Net, batches
-from benchmarks.explain.program import Program
 from lightning_strategy import XLAEagerStrategy
 
 
@@ -33,27 +32,17 @@ class Plain(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fit(module: L.LightningModule, data: Any = None, validation: Any = None, **options: Any) -> None:
-    """Trains as a script does.
-
-    Args:
-        module: what.
-        data: batches; four by default.
-        validation: batches of the validation, if any.
-        **options: of Lightning's trainer.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        arguments: dict[str, Any] = {
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": folder,
-            **options,
-        }
-        trainer = L.Trainer(strategy=XLAEagerStrategy(), **arguments)
-        trainer.fit(module, batches(4 * BATCH) if data is None else data, validation)
+def fit(module: L.LightningModule, **options: Any) -> None:
+    """Trains as a script does, with four batches, and these options of Lightning's trainer."""
+    arguments: dict[str, Any] = {
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **options,
+    }
+    L.Trainer(strategy=XLAEagerStrategy(), **arguments).fit(module, batches(4 * BATCH))
 
 
 class Focal(Plain):

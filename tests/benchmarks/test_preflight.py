@@ -82,6 +82,7 @@ def test_tiny_architectures_compile() -> None:
 
 def test_an_architecture_that_cannot_be_compiled_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = [PlanResult(problem="this model reads")]
+    monkeypatch.setattr(preflight, "plan_compiler", lambda *_: SimpleNamespace(name="a compiler"))
     monkeypatch.setattr(preflight, "measure_for_tpu", lambda *_, **__: refused)
     options = SimpleNamespace(bf16=False)
     (row,) = preflight.rows_of_tiny(zoo.named("GPT-2")[0], options, "v5e:2x2", preflight.Recorder(tmp_path, 60))
