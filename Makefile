@@ -11,18 +11,12 @@ TPU_VENV := .venv-torch-tpu
 TPU_BIN := $(TPU_VENV)/bin
 TPU_STAMP := $(TPU_VENV)/.installed
 
-.PHONY: demo demo-digits demo-lightning test test-apart test-rest test-slow test-long test-untuned test-untuned-apart \
+.PHONY: demo test test-apart test-rest test-slow test-long test-untuned test-untuned-apart \
 	test-untuned-rest test-torch-tpu test-torch-tpu-apart test-torch-tpu-rest test-package test-versions test-oldest test-newest \
 	bench-torch-tpu lint docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.byte_lm
-
-demo-digits: $(STAMP)
-	$(BIN)/python -m examples.digits_vit
-
-demo-lightning: $(STAMP)
-	$(BIN)/python -m examples.lightning_digits
 
 # In two processes of about the same length: most tests are one process that computes on little more than one core.
 APART := $(addprefix tests/,hf_trainer tracing cpu adapters examples lowerings $(if $(SLOW),crash))
@@ -113,8 +107,8 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 # All of them, even if an earlier one missed a target.
-BENCHMARKS := step_counts "step_counts --lightning" modes ecosystem "ecosystem --architectures" "ecosystem --bf16" "ecosystem --multimodal" operators explain sharding checkpoint "crash --peers" \
-	replay_coverage verification host_overhead models memory compile_time warm_start shapes input_wait
+BENCHMARKS := step_counts "step_counts --lightning" ecosystem "ecosystem --architectures" "ecosystem --bf16" "ecosystem --multimodal" operators explain sharding checkpoint "crash --peers" \
+	replay_coverage verification host_overhead models compile_time warm_start shapes
 
 bench: $(BENCH_STAMP)
 	@missed=; for benchmark in $(BENCHMARKS); do \

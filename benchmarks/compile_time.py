@@ -1,19 +1,22 @@
-"""The start-up time of a training, by depth; `python -m benchmarks.compile_time`.
+"""The start-up time and the peak memory of a training, by depth; `python -m benchmarks.compile_time`.
 
 Each run trains a transformer for a few steps in its own process. Medians over the repeats, which are interleaved:
   first step   wall and CPU time (all threads) from the creation of the model to the end of the first step: tracing
                and compiling;
   warm-up      wall time to the end of the last step that compiles something;
-  compiler     seconds in the XLA compiler (torch_xla counts them; JAX does not), and graphs compiled.
-"HF stock", "HF traced" and "HF replayed" are transformers' Trainer and ours; the others are hand-written loops, see
-`benchmarks.host_overhead`. "Compiled fast" means `initialize(fast_compile=True)`. There is no compile
+  compiler     seconds in the XLA compiler (torch_xla counts them; JAX does not), and graphs compiled;
+  MB           peak memory of the process above what it began with: to the end of the warm-up, and in the steps behind.
+The runs are those of `benchmarks.host_overhead`; "traced" ones trace each call of the step, "replayed" ones call its
+executable. "Compiled fast" means `initialize(fast_compile=True)`. There is no compile
 cache (`benchmarks.warm_start` has one).
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 from benchmarks import report
 from benchmarks.harness import Plan, Timing
@@ -31,18 +34,32 @@ from benchmarks.runs import (
 )
 from benchmarks.sizes import Size
 from benchmarks.timed_loops import COMPILE, OPENXLA, STEP
-from benchmarks.timed_trainers import HF_REPLAYED, HF_RUNS, HF_STOCK, HF_TRACED
+from benchmarks.timed_trainers import (
+    HF_REPLAYED,
+    HF_RUNS,
+    HF_STOCK,
+    HF_TRACED,
+    LIGHTNING_REPLAYED,
+    LIGHTNING_TRACED,
+)
 
 HF_FAST = HF_REPLAYED + COMPILED_FAST
 RUNS = (*HF_RUNS, HF_FAST, COMPILE, *OPENXLA, STEP, JAX)
+LIGHTNING = (LIGHTNING_TRACED, LIGHTNING_REPLAYED)
 # Depths that are compared, and the limit of the ratio of their compile times.
 _DEPTHS, _GROWTH = (12, 48), 2.0
+# What replay may add to the peak memory of the traced peer.
+_MEMORY = 1.05
+_PAIRS = ((HF_REPLAYED, HF_TRACED), (LIGHTNING_REPLAYED, LIGHTNING_TRACED))
+_PEAKS = ("warmup_peak_mb", "steps_peak_mb")
 _KINDS = {
     "first_step_seconds": "first step s",
     "first_step_cpu_seconds": "CPU s",
     "warmup_seconds": "warm-up s",
     "compile_seconds": "compiler s",
     "compiles": "graphs",
+    "warmup_peak_mb": "warm-up MB",
+    "steps_peak_mb": "steps MB",
 }
 
 
@@ -54,10 +71,18 @@ def _median(timings: Timings, name: str, kind: str) -> float | None:
     return median(timings, name, value)
 
 
+def _peak(kinds: Sequence[str], timing: Timing) -> float:
+    return float(max(getattr(timing, kind) for kind in kinds))
+
+
 def add_targets(made: report.Report, size: Size, timings: Timings) -> None:
-    """Ours compiles one graph, with and without replay."""
+    """Ours compiles one graph, with and without replay; replay takes little memory, in the steps and in the whole."""
     for name in (HF_TRACED, HF_REPLAYED, *({HF_FAST} & timings.keys())):
         made.target(f"{size} {name}: graphs compiled", _median(timings, name, "compiles"), "exactly", 1)
+    for pair in _PAIRS:
+        for what, peaks in {"steps": _PEAKS[1:], "run": _PEAKS}.items() if set(pair) <= timings.keys() else ():
+            values = [median(timings, name, partial(_peak, peaks)) for name in pair]
+            made.target(f"{size} {pair[0]}: peak of the {what} to {pair[1]}", divided(*values), "at most", _MEMORY)
 
 
 def add_growth(made: report.Report, found: dict[Size, Timings]) -> None:
@@ -76,10 +101,9 @@ def main(command: list[str] | None = None) -> int:
     parser = report.parser(str(__doc__).splitlines()[0])
     add_options(parser, RUNS, Plan(warmup=5, steps=1, rounds=1), timeout=900)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--dropout", type=float, default=Size.dropout)
-    add_sizes(parser, "2x32,6x32,12x32,24x32,48x32", "batch", "length")
+    add_sizes(parser, "2x32,6x32,12x32,24x32,48x32", "batch", "length", "dropout")
     options = parser.parse_args(command)
-    names, plan = chosen(parser, options, RUNS)
+    names, plan = chosen(parser, options, (*RUNS, *LIGHTNING))
     made = report.Report(
         "compile_time", settings={**asdict(plan), "repeats": options.repeats, "dropout": options.dropout}
     )

@@ -37,10 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     names = list(RUNS if options.peers else OURS)
     if options.runs:
-        names = [name.strip() for name in options.runs.split(";")]
-        unknown = [name for name in names if name not in RUNS]
-        if unknown:
-            parser.error(f"no such run: {', '.join(unknown)}; there are: {'; '.join(RUNS)}")
+        names = report.names_in(parser, options.runs, RUNS)
     results, silent = [], {}
     for name in names:
         with tempfile.TemporaryDirectory() as where:

@@ -10,6 +10,8 @@ Each run is in its own process. After the warm-up, the runs alternate in blocks 
                              lazily, in torch_xla.compile, or in torch.compile, too;
   CompiledStep               the loop's body in our CompiledStep; "traced" with step_replay=False;
   HF, Lightning unreported   replayed, with xla_report=False; only if named;
+  HF eager, lazy, eager+compile, eager+dynamo   ours with that `xla_mode`; only if named;
+  plain CPU                  a loop of torch without XLA; only if named;
   TRL SFT stock, traced      TRL's SFTTrainer on XLA, and the same with our mixin;
   JAX                        the same model in JAX, with a jitted step and donated state.
 "--rows traced" runs what is traced at each step, and its stock peers, in fewer blocks.
@@ -42,7 +44,7 @@ from benchmarks.runs import (
     missing,
 )
 from benchmarks.sizes import VIT, Size
-from benchmarks.timed_loops import LAZY, OPENXLA, STEP, STEP_TRACED
+from benchmarks.timed_loops import CPU, LAZY, OPENXLA, STEP, STEP_TRACED
 from benchmarks.timed_trainers import (
     HF_REPLAYED,
     HF_STOCK,
@@ -52,6 +54,7 @@ from benchmarks.timed_trainers import (
     LIGHTNING_STOCK,
     LIGHTNING_TRACED,
     LIGHTNING_UNREPORTED,
+    MODES,
     TRL_STOCK,
     TRL_TRACED,
 )
@@ -64,13 +67,17 @@ TRACED_PEERS = {HF_TRACED: HF_STOCK, LIGHTNING_TRACED: LIGHTNING_STOCK, STEP_TRA
 # The same without the run report, where that is named: how much the report may add.
 UNREPORTED = {HF_REPLAYED: HF_UNREPORTED, LIGHTNING_REPLAYED: LIGHTNING_UNREPORTED}
 _REPORT = 1.01
-PEERS = {**REPLAYED_PEERS, **TRACED_PEERS, STEP: LAZY}
+PEERS = {**REPLAYED_PEERS, **TRACED_PEERS, STEP: LAZY, **dict.fromkeys(MODES, HF_STOCK)}
+NAMED_ONLY = (*UNREPORTED.values(), *MODES, CPU)
 TRACED = tuple(dict.fromkeys(name for pair in TRACED_PEERS.items() for name in reversed(pair)))
 # Of a step that is traced: host CPU and wall time to the stock peer, copies to the device beside the batch.
 _TRACED_HOST, _TRACED_WALL, _TRACED_TRANSFERS = 1.1, 0.9, 8
 _TRACED_SIZES = ((2, 128), (12, 32))
 # Parts of JAX's process CPU and of the best openxla's that ours may cost.
 _JAX_LIMIT, _OPENXLA_LIMIT = 1.1, 0.8
+# Wall time of the mode with a compiled step to the others', where both are named.
+_COMPILED = "HF eager+compile"
+_MODE_LIMITS = {"HF lazy": 1.05, HF_STOCK: 1.05, "HF eager": 0.5}
 
 
 def _limits(size: Size) -> tuple[float | None, float | None]:
@@ -95,6 +102,8 @@ def add_targets(made: report.Report, size: Size, found: Found, names: Sequence[s
         for kind in ("wall", "host CPU") if {ours, without} <= set(names) else ():
             ratio = found.ratio(ours, without, "wall_ms" if kind == "wall" else "host_ms")
             made.target(f"{size} {ours}: {kind} to {without}", ratio, "at most", _REPORT)
+    for other, most in _MODE_LIMITS.items() if _COMPILED in names else ():
+        made.target(f"{size} {_COMPILED}: wall to {other}", found.ratio(_COMPILED, other, "wall_ms"), "at most", most)
     for ours, stock in REPLAYED_PEERS.items():
         if ours not in names or stock not in names:
             continue
@@ -135,9 +144,9 @@ def main(command: list[str] | None = None) -> int:
     parser = report.parser(str(__doc__).splitlines()[0])
     add_options(parser, RUNS, Plan(), timeout=1800)
     parser.add_argument("--rows", choices=("all", "traced"), default="all", help="the runs, where --runs is not given")
-    add_sizes(parser, DEPTHS, "length", "batch", "vocabulary")
+    add_sizes(parser, DEPTHS, "length", "batch", "vocabulary", "heads", "dropout")
     options = parser.parse_args(command)
-    names, plan = chosen(parser, options, (*RUNS, *UNREPORTED.values()))
+    names, plan = chosen(parser, options, (*RUNS, *NAMED_ONLY))
     if options.rows == "traced" and options.runs == ",".join(RUNS):
         names, plan = list(TRACED), plan if plan != Plan() else replace(plan, warmup=4, rounds=3)
     models = chosen_sizes(parser, options)

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import report
 from benchmarks.step_counts import Meter, Run, add_targets, table_of
-from benchmarks.stock_lightning import stock_on_xla
+from benchmarks.timed_trainers import stock_on_xla
 from lightning_strategy import XLAEagerStrategy
 from tests.children import run_in_child
 from tests.programs.program import Logged
@@ -50,7 +50,6 @@ class Scenario:
         options: of the Trainer, but for what all have.
         validation_batches: per epoch; none of them is no validation.
         fails: whether `training_step` raises at batch `FAILS_AT`.
-        whole: what the number of batches must be a multiple of.
         shown: values logged to the progress bar beside the loss.
     """
 
@@ -59,7 +58,6 @@ class Scenario:
     options: dict[str, Any] = field(default_factory=dict)
     validation_batches: tuple[int, ...] = ()
     fails: bool = False
-    whole: int = 1
     shown: int = 0
 
 
@@ -72,8 +70,8 @@ SCENARIOS = (
         {"max_epochs": 2, "val_check_interval": 3, "reload_dataloaders_every_n_epochs": 1},
         validation_batches=(2, 4),
     ),
-    Scenario("accumulation of 2", 2, {"accumulate_grad_batches": 2}, whole=2),
-    Scenario("accumulation of 4", 3, {"accumulate_grad_batches": 4}, whole=4),
+    Scenario("accumulation of 2", 2, {"accumulate_grad_batches": 2}),
+    Scenario("accumulation of 4", 3, {"accumulate_grad_batches": 4}),
     Scenario(f"exception in batch {FAILS_AT}", 1, fails=True),
 )
 
@@ -193,7 +191,8 @@ def train(scenario: Scenario, strategy: str, steps: int) -> Run:
         "num_sanity_val_steps": 0,
         **scenario.options,
     }
-    data = Data(-(-steps // scenario.whole) * scenario.whole, scenario.validation_batches)
+    whole = scenario.options.get("accumulate_grad_batches", 1)
+    data = Data(-(-steps // whole) * whole, scenario.validation_batches)
     fit = functools.partial(_fit, scenario, Classifier(scenario.fails, scenario.shown, counted.end), data)
     if strategy == CPU:
         fit(L.Trainer(accelerator="cpu", **options))

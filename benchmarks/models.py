@@ -151,14 +151,12 @@ def main(command: list[str] | None = None) -> int:
     parser.add_argument("--no-dropout", action="store_true", help="drop nothing; compare with the plain CPU")
     options = parser.parse_args(command)
     names, plan = chosen(parser, options, RUNS)
-    if unknown := sorted(set(options.models.split(",")) - set(MODELS)):
-        parser.error(f"no model is called {unknown[0]!r}; there are {', '.join(MODELS)}")
     dropout = not options.no_dropout
     shape = {"batch": options.batch, "pixels": options.pixels, "length": options.length}
     made = report.Report("models", settings={**asdict(plan), **shape, "dropout": dropout})
     made.results["models"] = {}
     found: dict[str, Found] = {}
-    for model in options.models.split(","):
+    for model in report.names_in(parser, options.models, MODELS, between=","):
         size = replace(MODELS[model], **shape)
         found[model] = measure(names, size if dropout else replace(size, dropout=0.0), plan, options.timeout)
         made.results["models"][model] = found[model].plain()

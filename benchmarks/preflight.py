@@ -7,12 +7,16 @@ and needs in memory (without code), are those of the compiled program. The time 
 those bytes over the bandwidth of the links. `said` is the planner's prediction. A template whose parameters and
 optimizer state alone are larger than a device's memory is not compiled.
 
+With --architectures, the tiny models of `benchmarks.zoo` instead, under FSDP; --bf16 traces them under bfloat16
+autocast. Those that do not compile are listed with the reason.
+
 Compiles take minutes. Results are kept in `--folder`, so that a run that was stopped, or runs for single `--models` and
 `--topologies`, can be put together by another.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -28,16 +32,25 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 import torch
 
-from benchmarks import report
+from benchmarks import report, zoo
 from benchmarks.sizes import REAL_SIZES, of_real_size
 from hf_trainer.patches import as_if_compiling
 from xla_adapters.errors import ConfigError
-from xla_adapters.sharding import MEASURED_PLANS, ShardingConfig, ShardingPlan, make_plan
+from xla_adapters.sharding import (
+    MEASURED_PLANS,
+    ShardingConfig,
+    ShardingPlan,
+    default_mesh,
+    make_plan,
+    template,
+)
 from xla_adapters.sharding.measure import PlanCompiler, PlanResult, digest_of_step, register
-from xla_adapters.tools.preflight import measure_for_tpu, plan_compiler
+from xla_adapters.tools.preflight import InBfloat16, measure_for_tpu, plan_compiler
 from xla_adapters.tools.tpu_compiler import Compiler, Target
 
 TOPOLOGIES = "v4:2x2x2,v5e:2x4,v5p:2x2x2,v6e:2x4"
+# Architectures that compile for each slice, of 39.
+WANTED = 38
 
 
 @dataclass
@@ -119,7 +132,7 @@ def _key(plan: ShardingPlan) -> tuple[str, str]:
     return plan.name, f"{plan.mesh} {wire}"
 
 
-def rows_of(name: str, topology: str, options: Any, recorder: Recorder) -> list[Row]:
+def rows_of(name: str, options: Any, topology: str, recorder: Recorder) -> list[Row]:
     """Plans, compiles and compares one model on one slice."""
     target = Target.parse(topology)
     model, batch = of_real_size(name, options.layers)
@@ -153,6 +166,20 @@ def rows_of(name: str, topology: str, options: Any, recorder: Recorder) -> list[
             )
         )
     return rows
+
+
+def rows_of_tiny(model: zoo.Model, options: Any, topology: str, recorder: Recorder) -> list[Row]:
+    """Compiles one of the tiny models on one slice, under FSDP."""
+    devices, net = Target.parse(topology).devices, model.seeded()
+    plan = template("fsdp", net, default_mesh("fsdp", devices))
+    around = InBfloat16(as_if_compiling) if options.bf16 else as_if_compiling
+    (result,) = recorder.compiler(topology, devices).measure(net, model.batches(1)[0], [plan], around=around)
+    found = result.measurement
+    row = Row(model.name, topology, plan.name, str(plan.mesh), True, found is not None, remark=result.problem)
+    if found is not None:
+        row.memory, row.sent, row.by_kind = found.memory_bytes, found.wire_bytes, _by_kind(result)
+    row.compile_seconds = result.seconds
+    return [row]
 
 
 def _by_kind(result: PlanResult | None) -> dict[str, float]:
@@ -203,6 +230,8 @@ def targets(made: report.Report, rows: list[Row]) -> None:
 def main(command: list[str] | None = None) -> int:
     """The program."""
     parser = report.parser(str(__doc__))
+    parser.add_argument("--architectures", nargs="?", const="", help="comma-separated parts of names; all if none")
+    parser.add_argument("--bf16", action="store_true", help="architectures under bfloat16 autocast")
     parser.add_argument("--models", default=",".join(REAL_SIZES), help=f"comma-separated ({','.join(REAL_SIZES)})")
     parser.add_argument("--topologies", default=TOPOLOGIES, help=f"comma-separated slices ({TOPOLOGIES})")
     parser.add_argument("--layers", type=int, default=0, help="of each model, instead of those of its real size")
@@ -214,17 +243,25 @@ def main(command: list[str] | None = None) -> int:
     made = report.Report("preflight", settings={name: str(value) for name, value in vars(options).items()})
     made.settings["libtpu"] = Compiler.find().version
     rows: list[Row] = []
+    if tiny := [] if options.architectures is None else zoo.named(options.architectures):
+        chosen = {model.name: functools.partial(rows_of_tiny, model, options) for model in tiny}
+    else:
+        chosen = {name: functools.partial(rows_of, name, options) for name in options.models.split(",")}
     with tempfile.TemporaryDirectory() as temporary:
         recorder = Recorder(options.folder or Path(temporary), options.timeout)
         register(recorder.compiler)
         for topology in options.topologies.split(","):
-            for name in options.models.split(","):
+            for name, plan_and_compile in chosen.items():
                 print(f"{name} on {topology}", file=sys.stderr, flush=True)
-                rows += rows_of(name, topology, options, recorder)
+                rows += plan_and_compile(topology, recorder)
                 made.results["rows"] = [asdict(row) | {"memory_ratio": row.memory_ratio} for row in rows]
                 made.save(options)
     print(table_of(rows))
-    targets(made, rows)
+    if not tiny:
+        targets(made, rows)
+    for topology in options.topologies.split(",") if tiny else ():
+        good = sum(row.fits for row in rows if row.topology == topology)
+        made.target(f"architectures that compile for {topology}", good, "at least", min(WANTED, len(tiny)))
     return made.finish(options)
 
 

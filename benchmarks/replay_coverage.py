@@ -13,7 +13,6 @@ A program that is not covered is listed with the reasons that the adapters give.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -30,8 +29,6 @@ from xla_adapters.replay.verification import FIRST
 WANTED = 30
 # Calls of one kind before replays set in: two that agree, and four that may wait for a read.
 _TRACED = 6
-# Compiling takes most of the time. These flags reduce LLVM's optimizations; graphs and XLA's passes are the same.
-_ENVIRONMENT = {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")}
 
 
 @dataclass
@@ -104,22 +101,12 @@ def _different_weights(traced: dict[str, Any], auto: dict[str, Any]) -> str | No
     return None
 
 
-def measure(program: Program, timeout: float, *, together: bool = True) -> Row:
-    """Runs a program twice; its errors are in the row.
-
-    Args:
-        program: what is run.
-        timeout: seconds for a run.
-        together: whether both runs go on at the same time.
-    """
+def measure(program: Program, timeout: float) -> Row:
+    """Runs a program twice, at the same time; its errors are in the row."""
     row = Row(program.name, program.kind, program.stock, program.calls)
     both = [functools.partial(program.run, choice) for choice in ("auto", False)]
     begin = time.monotonic()
-    auto, traced = (
-        outcome
-        for functions in ([both] if together else [[one] for one in both])
-        for outcome in run_in_children(functions, timeout=timeout, env=_ENVIRONMENT)
-    )
+    auto, traced = run_in_children(both, timeout=timeout, env=report.CHILDREN)
     row.seconds = time.monotonic() - begin
     if auto.ok:
         row.steps, row.replays, row.reasons = auto.value.steps, auto.value.replays, auto.value.reasons
@@ -168,7 +155,6 @@ def main(command: list[str] | None = None) -> int:
     parser = report.parser(str(__doc__).splitlines()[0])
     parser.add_argument("--programs", default="", metavar="NAMES", help="comma-separated names; all by default")
     parser.add_argument("--timeout", type=float, default=240, help="seconds per run")
-    parser.add_argument("--one-at-a-time", action="store_true", help="one process at a time, for a busy machine")
     parser.add_argument("--at-least", type=int, help=f"how many must be covered; {WANTED} of all {len(PROGRAMS)}")
     options = parser.parse_args(command)
     try:
@@ -182,7 +168,7 @@ def main(command: list[str] | None = None) -> int:
         made,
         options,
         programs,
-        lambda program: measure(program, options.timeout, together=not options.one_at_a_time),
+        lambda program: measure(program, options.timeout),
         name=lambda row: f"{row.name} ({row.seconds:.0f} s)",
         state=lambda row: (
             f"{row.replays} of {row.steps} replayed, "

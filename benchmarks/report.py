@@ -9,10 +9,10 @@ import operator
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar
 
@@ -24,18 +24,13 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "at most": operator.le,
     "exactly": operator.eq,
 }
-_PACKAGES = (
-    "torch",
-    "torch_xla",
-    "torch_tpu",
-    "libtpu",
-    "transformers",
-    "accelerate",
-    "lightning",
-    "jax",
-    "torchvision",
-    "xla-adapters",
-)
+# Environment of children. Compiling takes most of their time. These flags reduce LLVM's optimizations; graphs and XLA's
+# passes are the same.
+CHILDREN = {
+    "XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0"),
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 @dataclass(frozen=True)
@@ -175,14 +170,8 @@ class Report:
 
 def environment() -> dict[str, Any]:
     """Versions and machine, for the JSON file."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
     return {
-        "versions": versions,
+        "versions": {one.name: one.version for one in distributions()},
         "python": platform.python_version(),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -239,6 +228,15 @@ def of_table(
         return options, named(options.only)
     except ValueError as error:
         made.error(str(error))
+
+
+def names_in(parser: argparse.ArgumentParser, text: str, known: Collection[str], *, between: str = ";") -> list[str]:
+    """The names in the value of an option; ends the program if one is not known."""
+    names = [name.strip() for name in text.split(between) if name.strip()]
+    for name in names:
+        if name not in known:
+            parser.error(f"there is no {name!r}, but {f'{between} '.join(known)}")
+    return names
 
 
 def matching(words: str, every: Sequence[_Chosen], name: Callable[[_Chosen], str], what: str) -> list[_Chosen]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from benchmarks import timed_loops, timed_trainers
+from benchmarks import report, timed_loops, timed_trainers
 from benchmarks.harness import Pause, Plan, Timing, run_interleaved
 from benchmarks.sizes import FAMILIES, GPT2, Size, sizes
 from xla_adapters import initialize
@@ -176,7 +176,8 @@ def add_sizes(parser: argparse.ArgumentParser, depths: str, *names: str, **value
     """
     parser.add_argument("--depths", default=depths, help="comma-separated LAYERSxWIDTH, or FAMILY LAYERSxWIDTH")
     for name in (*names, *values):
-        parser.add_argument(f"--{name}", type=int, default=values.get(name, getattr(Size(1, 1), name)))
+        default = values.get(name, getattr(Size(1, 1), name))
+        parser.add_argument(f"--{name}", type=type(default), default=default)
 
 
 def chosen_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace, **values: Any) -> list[Size]:
@@ -197,7 +198,5 @@ def chosen(
     parser: argparse.ArgumentParser, options: argparse.Namespace, known: Sequence[str]
 ) -> tuple[list[str], Plan]:
     """The runs and the plan from the options."""
-    names = [name.strip() for name in options.runs.split(",")]
-    if unknown := sorted(set(names) - set(known)):
-        parser.error(f"unknown runs: {', '.join(unknown)}; there are {', '.join(known)}")
+    names = report.names_in(parser, options.runs, known, between=",")
     return names, Plan(options.warmup, options.steps, options.rounds)

@@ -166,16 +166,8 @@ def rows_of(model_name: str, width: int, caps: list[str]) -> tuple[list[Row], li
                     error=error,
                 )
             )
-            print(_line(rows[-1]), flush=True)
+            print(f"  {model_name} {width}, cap {cap}: {rows[-1].seconds:.0f} s {error}", flush=True)
     return rows, hand
-
-
-def _line(row: Row) -> str:
-    hand = "nothing fits" if row.by_hand is None else f"{row.by_hand.name} {row.by_hand.wire:.2f}"
-    auto = (
-        row.error if row.auto is None else f"{row.auto.name} {row.auto.wire:.2f} (said {row.auto.predicted_wire:.2f})"
-    )
-    return f"  {row.model} {row.width}, cap {row.cap}: by hand {hand}; auto {auto}; {row.seconds:.0f} s"
 
 
 def planning_time(depth: int) -> float:

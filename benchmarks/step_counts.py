@@ -118,14 +118,14 @@ class CountedSteps(transformers.TrainerCallback):
             self.losses.append(float(logs["loss"]))
 
 
-def train(architecture: zoo.Architecture, trainer: str, steps: int) -> Run:
+def train(architecture: zoo.Model, trainer: str, steps: int) -> Run:
     """Runs in a child."""
     initialize(eager=False)
     run, counted = Run(architecture.name, trainer), CountedSteps()
     options: dict[str, Any] = {"optim": "adamw_torch"} if trainer == STOCK else {}
     with tempfile.TemporaryDirectory() as folder:
         common: dict[str, Any] = {
-            "model": architecture.build(),
+            "model": architecture.seeded(),
             "args": arguments(folder, **options),
             "train_dataset": Batches(architecture.batches(steps)),
             "data_collator": only_item,
@@ -145,7 +145,7 @@ def train(architecture: zoo.Architecture, trainer: str, steps: int) -> Run:
     return run
 
 
-def measure(architecture: zoo.Architecture, trainer: str, steps: int, timeout: float) -> Run:
+def measure(architecture: zoo.Model, trainer: str, steps: int, timeout: float) -> Run:
     """Trains in a child; if it crashes, the row has the error."""
     outcome = run_in_child(functools.partial(train, architecture, trainer, steps), timeout=timeout)
     return outcome.value if outcome.ok else Run(architecture.name, trainer, error=outcome.short_error)
@@ -200,7 +200,7 @@ def main(command: list[str] | None = None) -> int:
         return lightning_counts.report_on(options)
     chosen = zoo.named(options.models)
     for architecture in chosen:
-        architecture.load_classes()
+        architecture.prepare()
     made = report.Report("step_counts", settings={"steps": options.steps, "logging_steps": 1})
     runs = []
     for number, architecture in enumerate(chosen):

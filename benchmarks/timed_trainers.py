@@ -10,11 +10,12 @@ from typing import Any
 import lightning as L
 import torch
 import transformers
+from lightning.pytorch.accelerators import XLAAccelerator
+from lightning.pytorch.strategies import SingleDeviceXLAStrategy
 from torch.utils.data import DataLoader
 
 import hf_trainer
 from benchmarks.harness import Clock, Pause, Plan, Timing
-from benchmarks.stock_lightning import stock_on_xla
 from benchmarks.training import LEARNING_RATE, MAX_NORM, Batches, arguments, only_item
 from benchmarks.zoo import Batch
 from lightning_strategy import XLAEagerStrategy
@@ -135,6 +136,31 @@ def _run_trl(name: str, model: torch.nn.Module, data: Batches, clock: Clock) -> 
             callbacks=[HFSteps(clock)],
         )
         return [float(trainer.train().training_loss)]
+
+
+class LiftedAccelerator(XLAAccelerator):
+    """Lightning's, without its look for TPUs on the PCI bus."""
+
+    @staticmethod
+    def is_available() -> bool:  # type: ignore[override]
+        return True
+
+    @staticmethod
+    def auto_device_count() -> int:  # type: ignore[override]
+        return 1
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        return 1
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device("xla", 0)]
+
+
+def stock_on_xla() -> dict[str, Any]:
+    """Options of Lightning's own Trainer on XLA, where there is no TPU."""
+    return {"strategy": SingleDeviceXLAStrategy(device=0), "accelerator": LiftedAccelerator(), "devices": 1}
 
 
 class Module(L.LightningModule):

@@ -22,7 +22,7 @@ from transformers import (
     set_seed,
 )
 
-from examples.stdlib_text import byte_blocks
+from examples.stdlib_text import byte_blocks, sizes_parser
 from hf_trainer import Trainer, XLAStatsCallback
 
 
@@ -40,13 +40,7 @@ class InterruptAt(TrainerCallback):
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps in all (even)")
-    parser.add_argument("--batch", type=int, default=16, help="blocks per step")
-    parser.add_argument("--block", type=int, default=128, help="bytes per block")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--characters", type=int, default=1_000_000, help="how much source text to read")
+    parser = sizes_parser(__doc__)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--output-dir", type=Path, default=None, help="where checkpoints go (a temporary folder)")
     return parser.parse_args(arguments)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lightning_strategy  # noqa: F401 (gives Lightning the strategy "xla_eager")
-from examples.stdlib_text import read_sources
+from examples.stdlib_text import read_sources, sizes_parser
 
 BYTES = 256
 _PROMPT = "def read(self, "
@@ -109,43 +108,8 @@ class ByteGPT(L.LightningModule):
         return bytes(written[0].tolist()).decode(errors="replace")
 
 
-class Throughput(L.Callback):
-    """Measures the training throughput, without the first step, which compiles.
-
-    Args:
-        tokens: tokens (bytes) per step.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-        self._steps = 0
-        self._started = self._seconds = 0.0
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._steps += 1
-        if self._steps == 1:
-            self._started = time.perf_counter()
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._steps > 1:
-            # Reads the loss to wait for the last step, which may still be executing.
-            float(trainer.callback_metrics["loss"])
-        self._seconds = time.perf_counter() - self._started
-
-    @property
-    def per_second(self) -> float:
-        """Tokens per second; 0 with fewer than two steps."""
-        return (self._steps - 1) * self._tokens / self._seconds if self._steps > 1 else 0.0
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps in all")
-    parser.add_argument("--batch", type=int, default=16, help="blocks per step")
-    parser.add_argument("--block", type=int, default=128, help="bytes per block")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--characters", type=int, default=1_000_000, help="how much source text to read")
+    parser = sizes_parser(__doc__)
     parser.add_argument("--precision", default="32-true", help="or bf16-mixed, bf16-true")
     parser.add_argument("--strategy", default="xla_eager", help="any of Lightning's names; auto is the plain CPU here")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints and validations")
@@ -155,7 +119,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    """Returns the last losses, the steps, and the throughput."""
+    """Returns the last losses, and the steps."""
     options = parse(arguments)
     L.seed_everything(0)
     module = ByteGPT(
@@ -170,7 +134,6 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         # So that "last.ckpt" is overwritten, and no "last-v1.ckpt" is created.
         enable_version_counter=False,
     )
-    throughput = Throughput(options.batch * options.block)
     trainer = L.Trainer(
         strategy=options.strategy,
         precision=options.precision,
@@ -180,16 +143,16 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         limit_val_batches=4,
         num_sanity_val_steps=0,
         gradient_clip_val=1.0,
-        callbacks=[checkpoints, throughput],
+        callbacks=[checkpoints],
         logger=False,
         log_every_n_steps=10,
     )
     trainer.fit(module, data, ckpt_path=options.output_dir / "last.ckpt" if options.resume else None)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    print(f"\n{throughput.per_second:,.0f} tokens/s; after step {trainer.global_step}, in nats per byte:")
+    print(f"\nafter step {trainer.global_step}, in nats per byte:")
     print("\n".join(f"  {name} {value:.3f}" for name, value in metrics.items()))
     print(f"\nwhat it writes:\n{module.write(_PROMPT, options.block - len(_PROMPT))}")
-    return {**metrics, "steps": trainer.global_step, "tokens_per_second": throughput.per_second}
+    return {**metrics, "steps": trainer.global_step}
 
 
 if __name__ == "__main__":

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import sysconfig
 from pathlib import Path
 
 from datasets import Dataset
 from transformers import ByT5Tokenizer
+
+
+def sizes_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of the options that the examples share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps in all (even)")
+    parser.add_argument("--batch", type=int, default=16, help="blocks per step")
+    parser.add_argument("--block", type=int, default=128, help="bytes per block")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--characters", type=int, default=1_000_000, help="how much source text to read")
+    return parser
 
 
 def read_sources(limit: int) -> list[str]:

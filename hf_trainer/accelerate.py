@@ -29,7 +29,7 @@ from xla_adapters.checkpoint import CheckpointStore, verify
 from xla_adapters.data.batches import example_of
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.loop.script_steps import ScriptSteps
-from xla_adapters.runtime.modes import check_mode, eager
+from xla_adapters.runtime import check_mode, eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.sharding import Sharder, ShardingConfig
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, make_plain

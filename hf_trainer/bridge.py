@@ -26,7 +26,7 @@ from xla_adapters import get_runtime, initialize
 from xla_adapters.insight.run_record import RunRecord, RunStats, about
 from xla_adapters.insight.times import CALLBACKS, OTHER
 from xla_adapters.loop.steps import StallWatch, StepDriver
-from xla_adapters.runtime.modes import check_mode
+from xla_adapters.runtime import check_mode
 from xla_adapters.runtime.rng import use_random_algorithm
 from xla_adapters.sharding import Sharder, launched_ranks
 

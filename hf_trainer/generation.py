@@ -16,7 +16,7 @@ from transformers.utils.generic import ModelOutput
 from hf_trainer.patches import as_if_compiling
 from hf_trainer.shapes import Prompts, TrainerShapes
 from xla_adapters import StepProgram, get_runtime
-from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime import eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.sharding import whole_parameters
 from xla_adapters.tracing.discarding import Discarding

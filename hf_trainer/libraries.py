@@ -19,7 +19,7 @@ from hf_trainer.generation import GENERATION, compiled_forward, compiled_generat
 from hf_trainer.replay import SCORES
 from xla_adapters import StepProgram, get_runtime
 from xla_adapters.loop.steps import StepDriver
-from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime import eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.tracing.deferred_numbers import make_plain
 from xla_adapters.tracing.discarding import Discarding

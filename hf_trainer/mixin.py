@@ -22,7 +22,7 @@ from xla_adapters.data.shapes import ShapePolicy
 from xla_adapters.insight.run_record import RunStats
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.insight.times import EVALUATION, INPUT, STEP
-from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime import eager
 from xla_adapters.sharding import ShardingConfig, ShardingPlan
 from xla_adapters.utils.unpickling import only_values
 

@@ -26,8 +26,7 @@ from transformers.trainer import SCHEDULER_NAME
 from hf_trainer.model import ModelSharding, innermost, model_of
 from xla_adapters import get_runtime
 from xla_adapters.checkpoint import snapshot
-from xla_adapters.runtime import patches
-from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime import eager, patches
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import for_first_rank
 from xla_adapters.sharding.state import load_optimizer, optimizer_state, save_state, write_safetensors

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 
 from xla_adapters import XLAConfig, get_runtime, initialize
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
-from xla_adapters.runtime.modes import check_mode
+from xla_adapters.runtime import check_mode
 from xla_adapters.sharding import accept_placements
 
 _CONSTRUCTORS = {_AcceleratorConnector.__init__.__code__, _Connector.__init__.__code__}

@@ -47,14 +47,14 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 import hf_trainer  # noqa: F401
 import lightning_strategy  # noqa: F401
 import xla_adapters.checkpoint.manifest
-import xla_adapters.insight.run_report
 import xla_adapters.replay.safety.allowlist
+import xla_adapters.utils.pages
 from tests.isolation import run_in_child
 
 # What every child that replays, saves or reports would look up anew.
 xla_adapters.replay.safety.allowlist.is_allowed(len)
 xla_adapters.checkpoint.manifest.versions(("transformers", "accelerate", "lightning"))
-xla_adapters.insight.run_report.template()
+xla_adapters.utils.pages.templates()
 
 # None that a test sets itself.
 _SEED = 2_718_281

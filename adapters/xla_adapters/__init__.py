@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from xla_adapters.replay.compiled_step import CompiledStep
     from xla_adapters.replay.program import StepProgram
     from xla_adapters.replay.safety.trusted import replay_safe
-    from xla_adapters.runtime import get_runtime, initialize
-    from xla_adapters.runtime.modes import eager
+    from xla_adapters.runtime import eager, get_runtime, initialize
     from xla_adapters.runtime.rng import StepSeed
     from xla_adapters.sharding import distribute_module
     from xla_adapters.tracing.optimizers import prime, register_eager_optimizer, register_state_init
@@ -92,7 +91,7 @@ _HOMES = {
     "StepSeed": "runtime.rng",
     "count": "insight.counters",
     "distribute_module": "sharding",
-    "eager": "runtime.modes",
+    "eager": "runtime",
     "get_runtime": "runtime",
     "initialize": "runtime",
     "prime": "tracing.optimizers",

@@ -19,8 +19,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks import report
-from benchmarks.ecosystem.cell import LEARNING_RATE, STEPS, Cell, Row, measure
-from benchmarks.ecosystem.output import markdown, table_of
+from benchmarks.ecosystem.cell import LEARNING_RATE, STEPS, Cell, Row, markdown, measure, table_of
 from benchmarks.ecosystem.table import cells, multimodal
 from benchmarks.ecosystem.with_transformers import architectures
 

@@ -1,9 +1,8 @@
-"""`Cell`: a trainer with a model, and what its runs show."""
+"""A trainer with a model: `Cell`, what its runs show, and the table."""
 
 from __future__ import annotations
 
 import functools
-import os
 import re
 import sys
 import warnings
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks import report
 from tests.children import Outcome, run_in_child
 from xla_adapters.config import OnGraphBreak
 from xla_adapters.errors import GraphBreakError, GraphBreakWarning
@@ -27,12 +27,6 @@ EPSILON = 1e-6
 LOSS_LIMIT, WEIGHT_LIMIT = 1e-5, 3e-4
 # Of losses, with every architecture; and under bfloat16 autocast.
 ARCHITECTURE_LIMIT, BF16_LIMIT, NO_LIMIT = 1e-4, 2e-2, 1e9
-# Compiling takes most of the time. These flags reduce LLVM's optimizations; graphs and XLA's passes are the same.
-_ENVIRONMENT = {
-    "XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0"),
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 Weights = dict[str, np.ndarray[Any, Any]]
 
@@ -99,7 +93,7 @@ class Cell:
     trainer: str
     model: str
     train: Train
-    prepare: Callable[[], None] = lambda: None
+    prepare: Callable[[], object] = lambda: None
     loss_limit: float = LOSS_LIMIT
     weight_limit: float = WEIGHT_LIMIT
 
@@ -203,7 +197,7 @@ def measure(cell: Cell, timeout: float) -> Row:
 
     def run(on_graph_break: OnGraphBreak | None) -> Outcome:
         outcome = run_in_child(
-            functools.partial(_outcome_of, cell.train, on_graph_break), timeout=timeout, env=_ENVIRONMENT
+            functools.partial(_outcome_of, cell.train, on_graph_break), timeout=timeout, env=report.CHILDREN
         )
         row.seconds += outcome.seconds
         if not outcome.ok:
@@ -243,3 +237,51 @@ def _one_line(message: Exception) -> str:
 
 def _without_folders(text: str) -> str:
     return re.sub(r"/\S*/(site-packages/|(?=benchmarks/))", "", text)
+
+
+_HEADERS = ("trainer", "model", "compiles", "executions", "losses", "weights", "replayed", "1 execution")
+
+
+def table_of(rows: list[Row]) -> str:
+    """The rows, then why some are split or traced."""
+    text = report.table(_HEADERS, [_values(row) for row in rows])
+    split, traced = _explained(rows, _split), _explained(rows, _traced)
+    if split:
+        text += "\n\nnot one execution per step, or not equal, and why:\n" + "\n".join(f"  {line}" for line in split)
+    if traced:
+        text += "\n\nnever replayed, and why:\n" + "\n".join(f"  {line}" for line in traced)
+    return text
+
+
+def markdown(rows: list[Row]) -> str:
+    """The same for the documents."""
+    text = report.markdown(_HEADERS, [_values(row) for row in rows])
+    for title, about in (("Not one execution per step", _split), ("Never replayed", _traced)):
+        text += f"\n\n## {title}\n\n" + "\n".join(f"- {line}" for line in _explained(rows, about, code="`"))
+    return text
+
+
+def _values(row: Row) -> tuple[object, ...]:
+    replayed = f"{row.replays} of {row.calls}" if row.calls is not None else "no"
+    figures = (row.compiles, row.executions, row.loss_difference, row.weight_difference)
+    return (row.trainer, row.model, *figures, replayed, row.single_execution)
+
+
+def _split(row: Row) -> str | None:
+    return row.why
+
+
+def _traced(row: Row) -> str | None:
+    """The most frequent reason of those that are given for a cell that is never replayed."""
+    if row.replays != 0:
+        return None
+    return max(row.reasons, key=row.reasons.__getitem__, default="no reason was given")
+
+
+def _explained(rows: list[Row], about: Callable[[Row], str | None], code: str = "") -> list[str]:
+    """A line for each reason, with the cells that it is given for."""
+    cells: dict[str, list[str]] = {}
+    for row in rows:
+        if (reason := about(row)) is not None:
+            cells.setdefault(reason, []).append(f"{row.trainer} x {row.model}")
+    return [f"{', '.join(names)}: {code}{reason}{code}" for reason, names in cells.items()]

@@ -6,30 +6,38 @@ from another; adapters of PEFT are shown for the models that people adapt.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.ecosystem import with_lightning, with_sentences, with_transformers, with_trl
 from benchmarks.ecosystem.audio import AUDIO
 from benchmarks.ecosystem.cell import Cell
-from benchmarks.ecosystem.detection import HUNGARIAN, PADDED
-from benchmarks.ecosystem.detectors import DETECTORS
-from benchmarks.ecosystem.graph_models import GCN_NORMALIZED, GCN_NORMALIZING
-from benchmarks.ecosystem.image_models import (
-    SEGMENTATION,
+from benchmarks.ecosystem.detectors import DETECTORS, HUNGARIAN, PADDED
+from benchmarks.ecosystem.library_models import (
+    GCN_NORMALIZED,
+    GCN_NORMALIZING,
     TIMM_CONVNEXT,
     TIMM_RESNET,
     TIMM_VIT,
     UNET,
     UNET_CONDITION,
 )
-from benchmarks.ecosystem.model import of_transformers
 from benchmarks.ecosystem.vision_language import VISION_LANGUAGE
+from benchmarks.zoo import ARCHITECTURES, Model
 
-DECODER = of_transformers("decoder (Llama)", "Llama (padded)")
-ENCODER = of_transformers("encoder (BERT)", "BERT (padded)")
-SEQ2SEQ = of_transformers("seq2seq (T5)", "T5 (padded)")
-BART = of_transformers("seq2seq (BART)", "BART (padded)")
-VISION = of_transformers("vision (ViT)", "ViT")
-SPEECH = of_transformers("speech (Whisper)", "Whisper")
-CTC = of_transformers("CTC speech (Wav2Vec2)", "Wav2Vec2 (CTC)")
+
+def _called(name: str, model: str, among: tuple[Model, ...] = ARCHITECTURES) -> Model:
+    (found,) = (one for one in among if one.name == model)
+    return replace(found, name=name)
+
+
+DECODER = _called("decoder (Llama)", "Llama (padded)")
+ENCODER = _called("encoder (BERT)", "BERT (padded)")
+SEQ2SEQ = _called("seq2seq (T5)", "T5 (padded)")
+BART = _called("seq2seq (BART)", "BART (padded)")
+VISION = _called("vision (ViT)", "ViT")
+SPEECH = _called("speech (Whisper)", "Whisper")
+CTC = _called("CTC speech (Wav2Vec2)", "Wav2Vec2 (CTC)")
+SEGMENTATION = _called("segmentation (Segformer)", "SegFormer", DETECTORS)
 
 EVERY_MODEL = (
     *(DECODER, ENCODER, SEQ2SEQ, VISION, SPEECH, CTC),

@@ -5,31 +5,30 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
-from benchmarks.ecosystem.model import Model
-from benchmarks.zoo import BATCH, VOCABULARY, Batch
+from benchmarks import zoo
+from benchmarks.zoo import BATCH, GROUPED, MLP, NO_HIDDEN_DROPOUT, PADDED, SIZES, TOKENS, VOCABULARY, Batch, Model
+from benchmarks.zoo import of_transformers as of
 
 PIXELS, PATCH, IMAGE_TOKEN = 16, 4, 90
 # How many images the texts of a batch have; each batch has these in another order.
 _IMAGES = (2, 0, 1, 1)
 _LENGTH = 20
-_SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-_VISION: dict[str, Any] = {**_SIZES, "image_size": PIXELS, "patch_size": PATCH}
-_TEXT: dict[str, Any] = {
-    **_SIZES,
-    "vocab_size": VOCABULARY,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "max_position_embeddings": 256,
-}
+_VISION: dict[str, Any] = {**SIZES, **MLP, "image_size": PIXELS, "patch_size": PATCH}
+_PLAIN_TEXT: dict[str, Any] = {**SIZES, **MLP, **TOKENS, **PADDED, "max_position_embeddings": 256}
+_TEXT: dict[str, Any] = {**_PLAIN_TEXT, **GROUPED}
+_LLAMA, _QWEN2 = ({"model_type": kind, **_TEXT} for kind in ("llama", "qwen2"))
+_CLIP: dict[str, Any] = {"model_type": "clip_vision_model", **_VISION, "projection_dim": 16}
+_SIGLIP: dict[str, Any] = {"model_type": "siglip_vision_model", **_VISION, "vision_use_head": False}
+_INDEX, _ID = {"image_token_index": IMAGE_TOKEN}, {"image_token_id": IMAGE_TOKEN}
 _TILES = [[PIXELS, 2 * PIXELS], [2 * PIXELS, PIXELS], [2 * PIXELS, 2 * PIXELS]]
+# The most of a picture, with the whole of it.
+_MOST_TILES = 5
 # Height and width of a picture in Qwen's patches.
 _GRIDS = ((1, 4, 4), (1, 2, 4), (1, 4, 2), (1, 2, 2))
 
@@ -47,7 +46,7 @@ def texts_with_images(
     before, after = ([], []) if around is None else ([around[0]], [around[1]])
     # The same for all orders of these images.
     length = _LENGTH + sum(sorted(count + len(before + after) for counts in images for count in counts)[-2:])
-    rows, labels = [], []
+    rows = []
     for counts in images:
         row: list[int] = []
         for count in counts:
@@ -82,14 +81,10 @@ def _flat(tokens: int, around: tuple[int, int] | None = None) -> Callable[[torch
     return batch
 
 
-def _one_each(tokens: int, **more: Any) -> Callable[[torch.Generator], Batch]:
-    """Batches with one picture per text."""
-
-    def batch(generator: torch.Generator) -> Batch:
-        texts = texts_with_images(generator, [[tokens]] * BATCH)
-        return {**texts, "pixel_values": pictures(generator, BATCH), **more}
-
-    return batch
+def _one_each(tokens: int, generator: torch.Generator) -> Batch:
+    """A picture per text."""
+    texts = texts_with_images(generator, [[tokens]] * BATCH)
+    return {**texts, "pixel_values": pictures(generator, BATCH)}
 
 
 def _typed(batch: Callable[[torch.Generator], Batch], generator: torch.Generator) -> Batch:
@@ -98,73 +93,21 @@ def _typed(batch: Callable[[torch.Generator], Batch], generator: torch.Generator
     return {**made, "token_type_ids": (made["input_ids"] == IMAGE_TOKEN).long()}
 
 
-def _answers(batch: Callable[[torch.Generator], Batch], generator: torch.Generator) -> Batch:
-    """The batch as PaliGemma takes it: 1 stands for what is to be answered."""
-    made = batch(generator)
+def _answers(generator: torch.Generator) -> Batch:
+    """A batch as PaliGemma takes it: 1 stands for what is to be answered."""
+    made = _one_each(16, generator)
     return {**made, "token_type_ids": (made["labels"] != -100).long()}
-
-
-def _of(model: str, config: str, **parts: Any) -> nn.Module:
-    net: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**parts))
-    return net
-
-
-def _llama(**options: Any) -> Any:
-    return transformers.LlamaConfig(**{**_TEXT, **options})
-
-
-def _clip() -> Any:
-    return transformers.CLIPVisionConfig(**_VISION, projection_dim=16)
-
-
-def _siglip(**options: Any) -> Any:
-    return transformers.SiglipVisionConfig(**{**_VISION, "vision_use_head": False, **options})
-
-
-def _llava() -> nn.Module:
-    return _of(
-        "LlavaForConditionalGeneration",
-        "LlavaConfig",
-        text_config=_llama(),
-        vision_config=_clip(),
-        image_token_index=IMAGE_TOKEN,
-    )
-
-
-def _llava_next() -> nn.Module:
-    return _of(
-        *("LlavaNextForConditionalGeneration", "LlavaNextConfig"),
-        text_config=_llama(),
-        vision_config=_clip(),
-        image_token_index=IMAGE_TOKEN,
-        image_grid_pinpoints=_TILES,
-    )
-
-
-def _llava_onevision() -> nn.Module:
-    return _of(
-        *("LlavaOnevisionForConditionalGeneration", "LlavaOnevisionConfig"),
-        text_config=transformers.Qwen2Config(**_TEXT),
-        vision_config=_siglip(),
-        image_token_index=IMAGE_TOKEN,
-        video_token_index=IMAGE_TOKEN + 1,
-        image_grid_pinpoints=_TILES,
-    )
 
 
 @functools.cache
 def _lengths(build: Callable[[], nn.Module], sizes: tuple[tuple[int, int], ...]) -> list[int]:
     """How many tokens stand for pictures of these sizes, of a model that cuts them into tiles."""
-    net = build().model
+    net: Any = build().model
     with torch.no_grad():
         features = net.get_image_features(
-            torch.zeros(len(sizes), _tiles(), 3, PIXELS, PIXELS), image_sizes=torch.tensor(sizes)
+            torch.zeros(len(sizes), _MOST_TILES, 3, PIXELS, PIXELS), image_sizes=torch.tensor(sizes)
         )
     return [len(one) for one in features.pooler_output]
-
-
-def _tiles() -> int:
-    return 5
 
 
 def _tiled(build: Callable[[], nn.Module], generator: torch.Generator) -> Batch:
@@ -175,55 +118,14 @@ def _tiled(build: Callable[[], nn.Module], generator: torch.Generator) -> Batch:
     images = [list(itertools.islice(lengths, count)) for count in _shared(generator)]
     return {
         **texts_with_images(generator, images),
-        "pixel_values": pictures(generator, len(sizes), _tiles()),
+        "pixel_values": pictures(generator, len(sizes), _MOST_TILES),
         "image_sizes": torch.tensor(sizes),
     }
 
 
-_ROPE = {"rope_type": "default", "rope_theta": 1e4}
-_QWEN_TOKENS = {
-    "image_token_id": IMAGE_TOKEN,
-    "video_token_id": IMAGE_TOKEN + 1,
-    "vision_start_token_id": IMAGE_TOKEN + 2,
-    "vision_end_token_id": IMAGE_TOKEN + 3,
-}
-
-
-def _qwen2_vl() -> nn.Module:
-    return _of(
-        *("Qwen2VLForConditionalGeneration", "Qwen2VLConfig"),
-        text_config={**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
-        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": PATCH},
-        **_QWEN_TOKENS,
-    )
-
-
-def _qwen2_5_vl() -> nn.Module:
-    return _of(
-        *("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig"),
-        text_config={**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
-        vision_config={
-            **{"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "patch_size": PATCH},
-            **{"intermediate_size": 48, "window_size": 16, "fullatt_block_indexes": [1]},
-        },
-        **_QWEN_TOKENS,
-    )
-
-
-def _qwen3_vl() -> nn.Module:
-    return _of(
-        *("Qwen3VLForConditionalGeneration", "Qwen3VLConfig"),
-        text_config={
-            **_TEXT,
-            "head_dim": 8,
-            "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]},
-        },
-        vision_config={
-            **{"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "patch_size": PATCH},
-            **{"intermediate_size": 48, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        },
-        **_QWEN_TOKENS,
-    )
+def _in_tiles(name: str, model: str, **options: Any) -> Model:
+    made = of(name, model, dict, _INDEX, image_grid_pinpoints=_TILES, **options)
+    return replace(made, batch=functools.partial(_tiled, made.build))
 
 
 def _grids(other: bool, generator: torch.Generator) -> Batch:
@@ -247,38 +149,15 @@ def _grids(other: bool, generator: torch.Generator) -> Batch:
     }
 
 
-def _paligemma() -> nn.Module:
-    return _of(
-        *("PaliGemmaForConditionalGeneration", "PaliGemmaConfig"),
-        text_config=transformers.GemmaConfig(**_TEXT, head_dim=8),
-        vision_config=_siglip(projection_dim=32),
-        image_token_index=IMAGE_TOKEN,
-        projection_dim=32,
-        hidden_size=32,
-    )
-
-
-def _gemma3() -> nn.Module:
-    return _of(
-        *("Gemma3ForConditionalGeneration", "Gemma3Config"),
-        text_config=transformers.Gemma3TextConfig(
-            **_TEXT, head_dim=8, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
-        ),
-        vision_config=_siglip(),
-        image_token_index=IMAGE_TOKEN,
-        boi_token_index=IMAGE_TOKEN + 2,
-        eoi_token_index=IMAGE_TOKEN + 3,
-        mm_tokens_per_image=4,
-    )
-
-
-def _idefics3(kind: str) -> nn.Module:
-    return _of(
-        *(f"{kind}ForConditionalGeneration", f"{kind}Config"),
-        text_config=_llama(),
-        vision_config=_VISION,
-        image_token_id=IMAGE_TOKEN,
-        scale_factor=2,
+def _qwen(name: str, kind: str, vision: dict[str, Any], *, other: bool = False, sections: tuple[int, ...]) -> Model:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
+    return of(
+        *(name, f"{kind}ForConditionalGeneration", functools.partial(_grids, other), _ID),
+        text_config={**_TEXT, "rope_parameters": rope, **({"head_dim": 8} if kind == "Qwen3VL" else {})},
+        vision_config={"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": PATCH, **vision},
+        video_token_id=IMAGE_TOKEN + 1,
+        vision_start_token_id=IMAGE_TOKEN + 2,
+        vision_end_token_id=IMAGE_TOKEN + 3,
     )
 
 
@@ -296,64 +175,32 @@ def _listed(other: bool, generator: torch.Generator) -> Batch:
     return {**texts_with_images(generator, [[4] * count for count in counts]), "pixel_values": pixels}
 
 
-def _internvl() -> nn.Module:
-    return _of(
-        *("InternVLForConditionalGeneration", "InternVLConfig"),
-        text_config=transformers.Qwen2Config(**_TEXT),
-        vision_config=transformers.InternVLVisionConfig(**_VISION),
-        image_token_id=IMAGE_TOKEN,
-        image_seq_length=4,
-    )
+def _idefics3(name: str, kind: str = "Idefics3", *, other: bool = False) -> Model:
+    parts: dict[str, Any] = {"text_config": _LLAMA, "vision_config": _VISION, "scale_factor": 2}
+    return of(name, f"{kind}ForConditionalGeneration", functools.partial(_listed, other), _ID, parts)
 
 
-_QFORMER: dict[str, Any] = {
-    **_SIZES,
-    "vocab_size": VOCABULARY,
-    "encoder_hidden_size": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-
-
-def _blip2(kind: str) -> nn.Module:
-    return _of(
-        *(f"{kind}ForConditionalGeneration", f"{kind}Config"),
-        text_config=transformers.OPTConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            word_embed_proj_dim=32,
-            ffn_dim=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=128,
-            dropout=0.0,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
+def _blip2(name: str, kind: str, batch: Callable[[torch.Generator], Batch]) -> Model:
+    text = {"model_type": "opt", **TOKENS, **PADDED, **SIZES, "word_embed_proj_dim": 32, "ffn_dim": 48, "dropout": 0.0}
+    return of(
+        *(name, f"{kind}ForConditionalGeneration", batch, _INDEX),
+        text_config={**text, "max_position_embeddings": 128},
         vision_config={**_VISION, "initializer_range": 0.02},
-        qformer_config=_QFORMER,
+        qformer_config={
+            **{**SIZES, **MLP, **NO_HIDDEN_DROPOUT},
+            **{"vocab_size": VOCABULARY, "encoder_hidden_size": 32},
+        },
         num_query_tokens=4,
-        image_token_index=IMAGE_TOKEN,
     )
 
 
 def _instructed(generator: torch.Generator) -> Batch:
     asked = torch.randint(3, 80, (BATCH, 5), generator=generator)
     return {
-        **_one_each(4)(generator),
+        **_one_each(4, generator),
         "qformer_input_ids": asked,
         "qformer_attention_mask": torch.ones_like(asked),
     }
-
-
-def _siglip_pairs() -> nn.Module:
-    text = {name: value for name, value in _TEXT.items() if name != "num_key_value_heads"}
-    return _of(
-        *("SiglipModel", "SiglipConfig"),
-        text_config={**text, "max_position_embeddings": 10, "projection_size": 32},
-        vision_config=_VISION,
-    )
 
 
 def _pairs(generator: torch.Generator) -> Batch:
@@ -361,79 +208,28 @@ def _pairs(generator: torch.Generator) -> Batch:
     return {"input_ids": tokens, "pixel_values": pictures(generator, BATCH), "return_loss": True}
 
 
-def _florence2() -> nn.Module:
-    return _of(
-        *("Florence2ForConditionalGeneration", "Florence2Config"),
-        text_config=transformers.BartConfig(**_bart()),
-        vision_config=transformers.Florence2VisionConfig(
-            depths=[1, 1],
-            embed_dim=[8, 16],
-            num_heads=[2, 2],
-            num_groups=[2, 2],
-            patch_size=[3, 3],
-            patch_stride=[2, 2],
-            patch_padding=[1, 1],
-            patch_prenorm=[False, True],
-            window_size=4,
-            drop_path_rate=0.0,
-            projection_dim=32,
-        ),
-        image_token_id=IMAGE_TOKEN,
-    )
-
-
-def _bart() -> dict[str, Any]:
-    return {
-        "vocab_size": VOCABULARY,
-        "d_model": 32,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "dropout": 0.0,
-        "max_position_embeddings": 128,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 2,
-    }
+_BART: dict[str, Any] = {
+    **{**TOKENS, **PADDED, **zoo.LAYERS, **zoo.WIDTHS, "encoder_layers": 1, "decoder_layers": 1},
+    **{"d_model": 32, "dropout": 0.0, "max_position_embeddings": 128, "decoder_start_token_id": 2},
+}
+_FLORENCE2 = {
+    **{"depths": [1, 1], "embed_dim": [8, 16], "num_heads": [2, 2], "num_groups": [2, 2], "patch_size": [3, 3]},
+    **{"patch_stride": [2, 2], "patch_padding": [1, 1], "patch_prenorm": [False, True], "window_size": 4},
+    **{"drop_path_rate": 0.0, "projection_dim": 32},
+}
 
 
 def _florence2_batch(generator: torch.Generator) -> Batch:
     # 16 patches and the mean of them.
-    made = _one_each(17)(generator)
+    made = _one_each(17, generator)
     made["labels"] = torch.randint(3, 80, (BATCH, 6), generator=generator)
     return made
 
 
-def _encoder_decoder(encoder: Any) -> nn.Module:
-    decoder = transformers.MBartConfig(**_bart(), is_decoder=True, add_cross_attention=True)
-    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
-    config.decoder_start_token_id, config.pad_token_id = 2, 0
-    net: nn.Module = transformers.VisionEncoderDecoderModel(config)
-    return net
-
-
-def _vit_decoder() -> nn.Module:
-    return _encoder_decoder(
-        transformers.ViTConfig(**_VISION, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    )
-
-
-def _donut() -> nn.Module:
-    return _encoder_decoder(
-        transformers.DonutSwinConfig(
-            image_size=PIXELS,
-            patch_size=2,
-            embed_dim=16,
-            depths=[1, 1],
-            num_heads=[2, 4],
-            window_size=4,
-            drop_path_rate=0.0,
-        )
-    )
+def _with_decoder(name: str, encoder: dict[str, Any]) -> Model:
+    decoder = {"model_type": "mbart", **_BART, "is_decoder": True, "add_cross_attention": True}
+    parts = {"encoder": encoder, "decoder": decoder, "decoder_start_token_id": 2}
+    return of(name, "VisionEncoderDecoderModel", _captions, PADDED, parts)
 
 
 def _captions(generator: torch.Generator) -> Batch:
@@ -442,19 +238,10 @@ def _captions(generator: torch.Generator) -> Batch:
     return {"pixel_values": pictures(generator, BATCH), "labels": labels}
 
 
-def _layoutlmv3() -> nn.Module:
-    text = {name: value for name, value in _TEXT.items() if name != "num_key_value_heads"}
-    return _of(
-        *("LayoutLMv3ForTokenClassification", "LayoutLMv3Config"),
-        **text,
-        coordinate_size=6,
-        shape_size=4,
-        input_size=PIXELS,
-        patch_size=PATCH,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
-    )
+_DONUT = {
+    **{"model_type": "donut-swin", "image_size": PIXELS, "patch_size": 2, "embed_dim": 16, "depths": [1, 1]},
+    **{"num_heads": [2, 4], "window_size": 4, "drop_path_rate": 0.0},
+}
 
 
 def _documents(generator: torch.Generator) -> Batch:
@@ -468,29 +255,62 @@ def _documents(generator: torch.Generator) -> Batch:
     }
 
 
+_AROUND = (IMAGE_TOKEN + 2, IMAGE_TOKEN + 3)
+_QWEN2_VISION = {"embed_dim": 32}
+_QWEN2_5_VISION = {"out_hidden_size": 32, **MLP, "window_size": 16, "fullatt_block_indexes": [1]}
+_QWEN3_VISION = {"out_hidden_size": 32, **MLP, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+
 VISION_LANGUAGE = (
-    Model("LLaVA", _llava, _flat(16)),
-    Model("LLaVA-NeXT", _llava_next, functools.partial(_tiled, _llava_next)),
-    Model("LLaVA-OneVision", _llava_onevision, functools.partial(_tiled, _llava_onevision)),
-    Model("Qwen2-VL", _qwen2_vl, functools.partial(_grids, False)),
-    Model("Qwen2-VL (sizes in another order)", _qwen2_vl, functools.partial(_grids, True)),
-    Model("Qwen2.5-VL", _qwen2_5_vl, functools.partial(_grids, False)),
-    Model("Qwen3-VL", _qwen3_vl, functools.partial(_grids, False)),
-    Model("PaliGemma", _paligemma, functools.partial(_answers, _one_each(16))),
-    Model("Gemma 3 (images)", _gemma3, functools.partial(_typed, _flat(4, (IMAGE_TOKEN + 2, IMAGE_TOKEN + 3)))),
-    Model("Idefics3", functools.partial(_idefics3, "Idefics3"), functools.partial(_listed, False)),
-    Model(
-        "Idefics3 (other numbers of pictures)",
-        functools.partial(_idefics3, "Idefics3"),
-        functools.partial(_listed, True),
+    of("LLaVA", "LlavaForConditionalGeneration", _flat(16), _INDEX, text_config=_LLAMA, vision_config=_CLIP),
+    _in_tiles("LLaVA-NeXT", "LlavaNextForConditionalGeneration", text_config=_LLAMA, vision_config=_CLIP),
+    _in_tiles(
+        *("LLaVA-OneVision", "LlavaOnevisionForConditionalGeneration"),
+        **{"text_config": _QWEN2, "vision_config": _SIGLIP, "video_token_index": IMAGE_TOKEN + 1},
     ),
-    Model("SmolVLM", functools.partial(_idefics3, "SmolVLM"), functools.partial(_listed, False)),
-    Model("InternVL", _internvl, _flat(4)),
-    Model("BLIP-2", functools.partial(_blip2, "Blip2"), _one_each(4)),
-    Model("InstructBLIP", functools.partial(_blip2, "InstructBlip"), _instructed),
-    Model("SigLIP", _siglip_pairs, _pairs),
-    Model("Florence-2", _florence2, _florence2_batch),
-    Model("ViT with a decoder", _vit_decoder, _captions),
-    Model("Donut", _donut, _captions),
-    Model("LayoutLMv3", _layoutlmv3, _documents),
+    _qwen("Qwen2-VL", "Qwen2VL", _QWEN2_VISION, sections=(1, 1, 2)),
+    _qwen("Qwen2-VL (sizes in another order)", "Qwen2VL", _QWEN2_VISION, sections=(1, 1, 2), other=True),
+    _qwen("Qwen2.5-VL", "Qwen2_5_VL", _QWEN2_5_VISION, sections=(1, 1, 2)),
+    _qwen("Qwen3-VL", "Qwen3VL", _QWEN3_VISION, sections=(2, 1, 1)),
+    of(
+        *("PaliGemma", "PaliGemmaForConditionalGeneration", _answers, _INDEX),
+        text_config={"model_type": "gemma", **_TEXT, "head_dim": 8},
+        vision_config={**_SIGLIP, "projection_dim": 32},
+        projection_dim=32,
+        hidden_size=32,
+    ),
+    of(
+        *("Gemma 3 (images)", "Gemma3ForConditionalGeneration", functools.partial(_typed, _flat(4, _AROUND)), _INDEX),
+        text_config={
+            **{**_TEXT, "head_dim": 8, "sliding_window": 8},
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision_config=_SIGLIP,
+        boi_token_index=IMAGE_TOKEN + 2,
+        eoi_token_index=IMAGE_TOKEN + 3,
+        mm_tokens_per_image=4,
+    ),
+    _idefics3("Idefics3"),
+    _idefics3("Idefics3 (other numbers of pictures)", other=True),
+    _idefics3("SmolVLM", "SmolVLM"),
+    of(
+        *("InternVL", "InternVLForConditionalGeneration", _flat(4), _ID),
+        **{"text_config": _QWEN2, "vision_config": _VISION, "image_seq_length": 4},
+    ),
+    _blip2("BLIP-2", "Blip2", functools.partial(_one_each, 4)),
+    _blip2("InstructBLIP", "InstructBlip", _instructed),
+    of(
+        *("SigLIP", "SiglipModel", _pairs),
+        text_config={**_PLAIN_TEXT, "max_position_embeddings": 10, "projection_size": 32},
+        vision_config=_VISION,
+    ),
+    of(
+        *("Florence-2", "Florence2ForConditionalGeneration", _florence2_batch, _ID),
+        **{"text_config": {"model_type": "bart", **_BART}, "vision_config": _FLORENCE2},
+    ),
+    _with_decoder("ViT with a decoder", {"model_type": "vit", **_VISION, **NO_HIDDEN_DROPOUT}),
+    _with_decoder("Donut", _DONUT),
+    of(
+        *("LayoutLMv3", "LayoutLMv3ForTokenClassification", _documents, _PLAIN_TEXT, NO_HIDDEN_DROPOUT, zoo.CLASSES),
+        **{"coordinate_size": 6, "shape_size": 4, "input_size": PIXELS, "patch_size": PATCH},
+    ),
 )

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.ecosystem.cell import EPSILON, LEARNING_RATE, STEPS, Cell, Trained, weights_of
-from benchmarks.ecosystem.model import Model
 from benchmarks.lightning_counts import CountedSteps
 from benchmarks.training import Batches
+from benchmarks.zoo import Model
 from lightning_strategy import XLAEagerFabricStrategy, XLAEagerStrategy
 from tests.programs.program import KeepProgram, Logged
 from xla_adapters import StepCounters, count, get_runtime

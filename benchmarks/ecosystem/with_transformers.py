@@ -26,9 +26,9 @@ from benchmarks.ecosystem.cell import (
     Trained,
     weights_of,
 )
-from benchmarks.ecosystem.model import Model
 from benchmarks.step_counts import CountedSteps
 from benchmarks.training import Batches, only_item
+from benchmarks.zoo import Model
 from hf_trainer.generation import GENERATION
 from tests.plain_cpu import without_xla
 from xla_adapters import count, get_runtime
@@ -76,9 +76,8 @@ def plain(models: tuple[Model, ...], **arguments: Any) -> list[Cell]:
 
 def architectures(*, bf16: bool) -> list[Cell]:
     """Cells of the Trainer with every architecture of the zoo, of which only the losses are compared."""
-    models = tuple(Model(one.name, one.build, one.batch, one.load_classes) for one in zoo.ARCHITECTURES)
     limit = BF16_LIMIT if bf16 else ARCHITECTURE_LIMIT
-    return [replace(cell, loss_limit=limit, weight_limit=NO_LIMIT) for cell in plain(models, bf16=bf16)]
+    return [replace(cell, loss_limit=limit, weight_limit=NO_LIMIT) for cell in plain(zoo.ARCHITECTURES, bf16=bf16)]
 
 
 def seq2seq(models: tuple[Model, ...]) -> list[Cell]:

@@ -1,28 +1,72 @@
-"""What a program is told, and whether that is right."""
+"""A program with a planted fault, what it is told, and whether that is right."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
-from benchmarks.explain.program import Program
+import xla_adapters
+from benchmarks import report
 from tests.children import run_in_child
 from xla_adapters.errors import XLAAdapterError
 
-# Compiling takes most of the time. These flags reduce LLVM's optimizations; graphs and XLA's passes are the same.
-_ENVIRONMENT = {
-    "XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0"),
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+Loop = Literal["step()", "CompiledStep", "HF Trainer", "Lightning"]
+MARK = "# planted: "
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of the table. Its line is marked in its source by a comment, `# planted: NAME`.
+
+    Attributes:
+        name: of the fault.
+        run: trains, in a child.
+        cause: a pattern of what must be given as the cause; None for what is harmless: then nothing may be reported.
+        remedy: a pattern of what must be advised.
+        loop: what runs the steps. Everything outside of the steps of loops without a trainer is run eagerly.
+        has_line: False where an entry of the batch or an option of the trainer is at fault: its name is in `cause`.
+        graphs: how many graphs the step has if the fault is harmless.
+    """
+
+    name: str
+    run: Callable[[], object]
+    cause: str | None
+    remedy: str = ""
+    loop: Loop = "step()"
+    has_line: bool = True
+    graphs: int = 1
+
+    def train(self) -> None:
+        """Runs it."""
+        with xla_adapters.eager() if self.loop in ("step()", "CompiledStep") else nullcontext():
+            self.run()
+
+    @property
+    def planted(self) -> str:
+        """`FILE:LINE` of the line that is marked.
+
+        Raises:
+            ValueError: there is none, or there are several.
+        """
+        file = inspect.getsourcefile(self.run)
+        assert file is not None
+        with open(file, encoding="utf-8") as source:
+            lines = [number for number, line in enumerate(source, 1) if line.rstrip().endswith(MARK + self.name)]
+        if len(lines) != 1:
+            raise ValueError(f"{len(lines)} lines of {file} are marked with {MARK}{self.name}")
+        return f"{file}:{lines[0]}"
+
+
 _GRAPH = re.compile(r"^(?P<step>\S+): compiled graph (?P<number>\d+) in")
 # How torch_xla's own text about an execution begins.
 _DUMP = "Execution Analysis:"
@@ -79,7 +123,7 @@ def listen(run: Callable[[], object], timeout: float) -> Told:
     Raises:
         RuntimeError: it came to no end, or to an error that is none of the adapters'.
     """
-    outcome = run_in_child(functools.partial(_listen, run), timeout=timeout, env=_ENVIRONMENT)
+    outcome = run_in_child(functools.partial(_listen, run), timeout=timeout, env=report.CHILDREN)
     if not outcome.ok:
         raise RuntimeError(f"{outcome.error}\n{outcome.output}")
     told: Told = outcome.value
@@ -117,7 +161,7 @@ def measure(program: Program, timeout: float) -> Row:
     """Runs a program, and compares what it is told with what was planted."""
     row = Row(program.name, program.loop, harmless=program.cause is None)
     try:
-        told = listen(program.run, timeout)
+        told = listen(program.train, timeout)
     except RuntimeError as error:
         print(f"{program.name}:\n{error}", file=sys.stderr, flush=True)
         row.error = str(error).partition("\n--- ")[0].strip().splitlines()[-1]
@@ -158,3 +202,35 @@ def _names(report: str, line: str) -> bool:
 
 def _remedy_of(report: str) -> str:
     return re.split(r"\n  (?:what to do|ways out): ", report)[-1] if "\n  w" in report else ""
+
+
+_HEADERS = ("fault", "loop", "expected", "cause", "line", "remedy", "other reports")
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    """The rows, then what was said of those that are not right."""
+    text = report.table(_HEADERS, [_values(row) for row in rows])
+    wrong = [f"  {row.name}: {row.error or row.said or 'nothing'}" for row in rows if not _right(row)]
+    return f"{text}\n\nnot right; said was:\n" + "\n".join(wrong) if wrong else text
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The same for the documents, with all that was said."""
+    table = report.markdown(_HEADERS, [_values(row) for row in rows])
+    said = "\n".join(f"{row.name} ({row.loop}):\n\n{_indented(row.said)}\n" for row in rows if not row.harmless)
+    return f"{table}\n\n## What is said\n\n{said}"
+
+
+def _values(row: Row) -> tuple[object, ...]:
+    expected = "nothing, one graph" if row.harmless else "a report"
+    marks = ["yes" if value else "NO" for value in (row.cause, row.line, row.remedy)]
+    return (row.name, row.loop, expected, *marks, len(row.others))
+
+
+def _right(row: Row) -> bool:
+    return row.cause and row.line and row.remedy and not row.others
+
+
+def _indented(text: str) -> str:
+    without_folders = re.sub(r"/\S*/(site-packages/|(?=benchmarks/))", "", text)
+    return "\n".join(f"    {line}" for line in without_folders.splitlines())

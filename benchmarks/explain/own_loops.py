@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import xla_adapters
-from benchmarks.explain.program import Program
+from benchmarks.explain.measure import Program
 from xla_adapters import CompiledStep, step
 
 BATCH, CLASSES = 8, 4
 
 
-def batches(number: int, size: int = BATCH, features: int = 16) -> DataLoader[Any]:
-    """Batches of this size of random data; the last one has what is left."""
-    x = torch.randn(number, features)
-    return DataLoader(TensorDataset(x, torch.arange(number) % CLASSES), batch_size=size)
+def batches(number: int) -> DataLoader[Any]:
+    """Batches of random data; the last one has what is left."""
+    return DataLoader(TensorDataset(torch.randn(number, 16), torch.arange(number) % CLASSES), batch_size=BATCH)
+
+
+def on_device(number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same, moved."""
+    for x, y in batches(number):
+        yield x.to("xla"), y.to("xla")
 
 
 class Net(nn.Module):
@@ -36,6 +41,13 @@ class Net(nn.Module):
         return logits
 
 
+def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Backward and update."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def shape_drift() -> None:
     images, captions = nn.Linear(16, 8).to("xla"), nn.Embedding(50, 8).to("xla")
     optimizer = torch.optim.AdamW([*images.parameters(), *captions.parameters()])
@@ -44,9 +56,7 @@ def shape_drift() -> None:
     def train_step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         text = captions(batch["caption"]).mean(1)
         loss = 1 - F.cosine_similarity(images(batch["image"]), text).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
         return loss.detach()
 
     for longest in (12, 12, 12, 15, 12):
@@ -66,9 +76,7 @@ def box_counts() -> None:
             of_pictures = predicted.split(boxes_of)  # planted: box counts
             for mine, theirs in zip(of_pictures, boxes.split(boxes_of), strict=True):
                 losses.append(F.smooth_l1_loss(mine, theirs))
-            torch.stack(losses).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(torch.stack(losses).mean(), optimizer)
 
 
 def integer() -> None:
@@ -76,14 +84,11 @@ def integer() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(3):
         hardest = 8 if epoch < 2 else 4
-        for x, y in batches(2 * BATCH):
-            x, y = x.to("xla"), y.to("xla")
+        for x, y in on_device(2 * BATCH):
             with step():
                 losses = F.cross_entropy(model(x), y, reduction="none")
                 loss = losses.topk(hardest).values.mean()  # planted: Python int
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                update(loss, optimizer)
 
 
 class WithPositions(nn.Module):
@@ -106,9 +111,7 @@ def counter() -> None:
 
     @CompiledStep
     def train_step(x: torch.Tensor, y: torch.Tensor) -> None:
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(F.cross_entropy(model(x), y), optimizer)
 
     for x, y in batches(4 * BATCH):
         train_step(x, y)
@@ -119,13 +122,10 @@ def left_in_eval() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model.train()
     for _ in range(2):
-        for x, y in batches(3 * BATCH):
-            x, y = x.to("xla"), y.to("xla")
+        for x, y in on_device(3 * BATCH):
             with step(name="train"):
                 loss = F.cross_entropy(model(x), y)  # planted: train/eval left
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                update(loss, optimizer)
         model.eval()
         with step(name="validate"), torch.no_grad():
             model(torch.randn(BATCH, 16).to("xla")).argmax(1)
@@ -135,8 +135,7 @@ def optimizer_rebuilt() -> None:
     model = Net().to("xla")
     for decay in (0.01, 0.0):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=decay)
-        for x, y in batches(3 * BATCH):
-            x, y = x.to("xla"), y.to("xla")
+        for x, y in on_device(3 * BATCH):
             with step():
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
@@ -148,13 +147,10 @@ def rate_of_one() -> None:
     model = Net().to("xla")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / 4))
-    for x, y in batches(8 * BATCH):
-        x, y = x.to("xla"), y.to("xla")
+    for x, y in on_device(8 * BATCH):
         with step():
             loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(loss, optimizer)
         warmup.step()
 
 
@@ -165,9 +161,7 @@ def last_batch() -> None:
     @CompiledStep
     def train_step(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(model(x), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
         return loss.detach()
 
     for x, y in batches(3 * BATCH + 5):
@@ -178,13 +172,10 @@ def averaged_weights() -> None:
     model = Net().to("xla")
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(model.parameters())
-    for x, y in batches(6 * BATCH):
-        x, y = x.to("xla"), y.to("xla")
+    for x, y in on_device(6 * BATCH):
         with step():
             loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(loss, optimizer)
         average.update_parameters(model)
 
 
@@ -192,14 +183,11 @@ def autocast_toggled() -> None:
     model = Net().to("xla")
     optimizer = torch.optim.AdamW(model.parameters())
     for epoch in range(2):
-        for x, y in batches(3 * BATCH):
-            x, y = x.to("xla"), y.to("xla")
+        for x, y in on_device(3 * BATCH):
             with step():
                 with torch.autocast("xla", torch.bfloat16, enabled=epoch > 0):
                     loss = F.cross_entropy(model(x), y)  # planted: autocast toggled
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                update(loss, optimizer)
 
 
 def another_dtype() -> None:
@@ -209,9 +197,7 @@ def another_dtype() -> None:
     @CompiledStep
     def train_step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = F.cross_entropy(model(batch["image"].float()), batch["label"])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
         return loss.detach()
 
     for index, (x, y) in enumerate(batches(5 * BATCH)):
@@ -219,85 +205,147 @@ def another_dtype() -> None:
         train_step({"image": x.byte() if index == 3 else x, "label": y})
 
 
-def eagerly(run: Any) -> Any:
-    """The program with everything outside of its steps run eagerly."""
+def third_party() -> None:
+    model = Net().to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    running = torchmetrics.MeanMetric().to("xla")
+    for x, y in on_device(4 * BATCH):
+        with step():
+            loss = F.cross_entropy(model(x), y)
+            running.update(loss.detach())  # planted: .item() in a third-party call
+            update(loss, optimizer)
 
-    @functools.wraps(run)
-    def program() -> None:
-        with xla_adapters.eager():
-            run()
 
-    return program
+def printed() -> None:
+    model = Net().to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @CompiledStep
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        print(f"loss {loss:.3f}")  # planted: print
+        optimizer.step()
+        return loss.detach()
+
+    for x, y in batches(4 * BATCH):
+        train_step(x, y)
+
+
+def positions_of_mask() -> None:
+    model = Net().to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in on_device(4 * BATCH):
+        with step():
+            losses = F.cross_entropy(model(x), y, reduction="none")
+            rows = (losses > losses.mean()).nonzero().squeeze(1)  # planted: nonzero
+            update(losses[rows].mean(), optimizer)
+
+
+class SmoothGradient(torch.autograd.Function):
+    """Hands its input on, and leaves the low frequencies of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft(gradients[0])  # planted: FFT in the backward only
+        return torch.fft.irfft(spectrum[..., :3], n=gradients[0].shape[-1])
+
+
+def smoothed_gradients() -> None:
+    model = Net().to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in on_device(4 * BATCH):
+        with step():
+            x = SmoothGradient.apply(model.hidden(x))  # type: ignore[no-untyped-call]
+            loss = F.cross_entropy(model.head(x), y)
+            update(loss, optimizer)
 
 
 _PAD = r"pad (batches )?to a fixed length or to a few lengths"
 PROGRAMS = [
     Program(
-        name="shape drift of one of several inputs",
-        loop="CompiledStep",
-        run=eagerly(shape_drift),
-        cause=r"caption: \(8, 12\) int64 -> \(8, 15\) int64$",
-        remedy=_PAD,
+        "shape drift of one of several inputs",
+        shape_drift,
+        r"caption: \(8, 12\) int64 -> \(8, 15\) int64$",
+        _PAD,
         has_line=False,
-    ),
-    Program(
-        name="box counts",
-        loop="step()",
-        run=eagerly(box_counts),
-        cause=r"in split: 3 -> 4$",
-        remedy=r"keep it the same in each step, or choose among a few values",
-    ),
-    Program(
-        name="Python int",
-        loop="step()",
-        run=eagerly(integer),
-        cause=r"a Python number .* in topk: 8 -> 4$",
-        remedy=r"keep it the same in each step, or choose among a few values .*: topk takes no tensor there",
-    ),
-    Program(
-        name="counter in a module",
         loop="CompiledStep",
-        run=eagerly(counter),
-        cause=r"a Python number .* in indexing: \d+ -> \d+$",
-        remedy=r"make its start a tensor",
     ),
     Program(
-        name="train/eval left",
-        loop="step()",
-        run=eagerly(left_in_eval),
-        cause=r"Net is in eval mode now; it was in train mode",
-        remedy=r"model\.train\(\) before the training steps",
+        "box counts", box_counts, r"in split: 3 -> 4$", r"keep it the same in each step, or choose among a few values"
     ),
     Program(
-        name="optimizer rebuilt",
-        loop="step()",
-        run=eagerly(optimizer_rebuilt),
-        cause=r"an option of AdamW changed: weight_decay: 0\.01 -> 0\.0$",
-        remedy=r"make the optimizer once",
+        "Python int",
+        integer,
+        r"a Python number .* in topk: 8 -> 4$",
+        r"keep it the same in each step, or choose among a few values .*: topk takes no tensor there",
     ),
-    Program(name="lr exactly 1.0", loop="step()", run=eagerly(rate_of_one), cause=None),
     Program(
-        name="last batch",
+        "counter in a module",
+        counter,
+        r"a Python number .* in indexing: \d+ -> \d+$",
+        r"make its start a tensor",
         loop="CompiledStep",
-        run=eagerly(last_batch),
-        cause=r"labels: \(8,\) int64 -> \(5,\) int64$",
-        remedy=r"drop_last",
+    ),
+    Program(
+        "train/eval left",
+        left_in_eval,
+        r"Net is in eval mode now; it was in train mode",
+        r"model\.train\(\) before the training steps",
+    ),
+    Program(
+        "optimizer rebuilt",
+        optimizer_rebuilt,
+        r"an option of AdamW changed: weight_decay: 0\.01 -> 0\.0$",
+        r"make the optimizer once",
+    ),
+    Program("lr exactly 1.0", rate_of_one, None),
+    Program(
+        "last batch",
+        last_batch,
+        r"labels: \(8,\) int64 -> \(5,\) int64$",
+        r"drop_last",
         has_line=False,
-    ),
-    Program(name="EMA after the step", loop="step()", run=eagerly(averaged_weights), cause=None),
-    Program(
-        name="autocast toggled",
-        loop="step()",
-        run=eagerly(autocast_toggled),
-        cause=r"Net runs under autocast to bfloat16 now; it ran without autocast$",
-        remedy=r"autocast is on in all or in none",
-    ),
-    Program(
-        name="batch of another dtype",
         loop="CompiledStep",
-        run=eagerly(another_dtype),
-        cause=r"image: \(8, 16\) float32 -> \(8, 16\) uint8$",
-        remedy=r"one dtype",
+    ),
+    Program("EMA after the step", averaged_weights, None),
+    Program(
+        "autocast toggled",
+        autocast_toggled,
+        r"Net runs under autocast to bfloat16 now; it ran without autocast$",
+        r"autocast is on in all or in none",
+    ),
+    Program(
+        "batch of another dtype",
+        another_dtype,
+        r"image: \(8, 16\) float32 -> \(8, 16\) uint8$",
+        r"one dtype",
         has_line=False,
+        loop="CompiledStep",
+    ),
+    Program(
+        ".item() in a third-party call",
+        third_party,
+        r"^TensorReadError: tensor read .*bool\(tensor\)$",
+        r"read it after the step",
+    ),
+    Program(
+        "print",
+        printed,
+        r"^TensorReadError: tensor read .*(formatting|print)",
+        r"read it after the step",
+        loop="CompiledStep",
+    ),
+    Program("nonzero", positions_of_mask, r"^GraphBreakError: .*: nonzero$", r"torch\.where\(mask, x, 0\)"),
+    Program(
+        "FFT in the backward only",
+        smoothed_gradients,
+        r"^HostOperatorError: .* _fft_r2c,",
+        r"multiply by the matrix of the transform",
     ),
 ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import lightning as L
@@ -11,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from benchmarks.explain.measure import Program
 from benchmarks.explain.own_loops import BATCH, Net, batches
-from benchmarks.explain.program import Program
 from lightning_strategy import XLAEagerStrategy
 
 
@@ -33,27 +32,17 @@ class Plain(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fit(module: L.LightningModule, data: Any = None, validation: Any = None, **options: Any) -> None:
-    """Trains as a script does.
-
-    Args:
-        module: what.
-        data: batches; four by default.
-        validation: batches of the validation, if any.
-        **options: of Lightning's trainer.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        arguments: dict[str, Any] = {
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": folder,
-            **options,
-        }
-        trainer = L.Trainer(strategy=XLAEagerStrategy(), **arguments)
-        trainer.fit(module, batches(4 * BATCH) if data is None else data, validation)
+def fit(module: L.LightningModule, **options: Any) -> None:
+    """Trains as a script does, with four batches, and these options of Lightning's trainer."""
+    arguments: dict[str, Any] = {
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **options,
+    }
+    L.Trainer(strategy=XLAEagerStrategy(), **arguments).fit(module, batches(4 * BATCH))
 
 
 class Focal(Plain):
@@ -150,10 +139,7 @@ def accumulation() -> None:
     fit(Plain(), max_epochs=2, callbacks=[GradientAccumulationScheduler(scheduling={0: 1, 1: 2})])
 
 
-def _program(name: str, run: Callable[[], object], cause: str | None, remedy: str = "", **options: Any) -> Program:
-    return Program(name=name, loop="Lightning", run=run, cause=cause, remedy=remedy, **options)
-
-
+_program = functools.partial(Program, loop="Lightning")
 PROGRAMS = [
     _program(
         "Python float",

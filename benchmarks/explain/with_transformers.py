@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-from benchmarks.explain.program import Program
+from benchmarks.explain.measure import Program
+from benchmarks.training import arguments
 from hf_trainer import Trainer
 
 BATCH, CLASSES, WORDS = 8, 4, 50
@@ -45,48 +46,20 @@ class Classifier(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def bert() -> transformers.BertForSequenceClassification:
-    """A small BERT."""
-    config = transformers.BertConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=32,
-        num_labels=CLASSES,
-    )
-    return transformers.BertForSequenceClassification(config)
-
-
-def train(model: nn.Module, data: Any, *, kind: type[Any] = Trainer, folder: str | None = None, **options: Any) -> Any:
+def train(model: nn.Module, data: Any, *, kind: type[Any] = Trainer, **options: Any) -> None:
     """Trains as a script does.
 
     Args:
         model: what.
         data: of the training.
         kind: the trainer's class.
-        folder: of the outputs; a temporary one by default.
         **options: of the trainer, or training arguments.
     """
-    of_trainer = ("eval_dataset", "callbacks", "data_collator", "compute_loss_func", "compute_metrics")
+    of_trainer = ("eval_dataset", "callbacks", "data_collator")
     given = {name: options.pop(name) for name in of_trainer if name in options}
-    with tempfile.TemporaryDirectory() as temporary:
-        arguments: dict[str, Any] = {
-            "per_device_train_batch_size": BATCH,
-            "per_device_eval_batch_size": BATCH,
-            "num_train_epochs": 1,
-            "logging_steps": 2,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            **options,
-        }
-        trainer = kind(
-            model=model, args=TrainingArguments(folder or temporary, **arguments), train_dataset=data, **given
-        )
-        trainer.train()
-    return trainer
+    sizes = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "logging_steps": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        kind(model=model, args=arguments(folder, **{**sizes, **options}), train_dataset=data, **given).train()
 
 
 class Focal(Trainer):
@@ -159,7 +132,13 @@ def fourier() -> None:
 
 
 def longer_validation() -> None:
-    train(bert(), Texts(4 * BATCH), eval_dataset=Texts(2 * BATCH, length=20), eval_strategy="epoch", num_train_epochs=2)
+    train(
+        Classifier(),
+        Texts(4 * BATCH),
+        eval_dataset=Texts(2 * BATCH, length=20),
+        eval_strategy="epoch",
+        num_train_epochs=2,
+    )
 
 
 class SometimesWeighted:
@@ -194,11 +173,8 @@ def string() -> None:
     train(Classifier(), Texts(6 * BATCH), kind=Reduction)
 
 
-def _program(name: str, run: Callable[[], object], cause: str | None, remedy: str = "", **options: Any) -> Program:
-    return Program(name=name, loop="HF Trainer", run=run, cause=cause, remedy=remedy, **options)
-
-
 _FEW = "keep it the same in each step, or choose among a few values"
+_program = functools.partial(Program, loop="HF Trainer")
 PROGRAMS = [
     _program("Python bool", boolean, r"a bool .* in topk: False -> True$", _FEW),
     _program("Python string", string, r"a string .* in cross_entropy: 'mean' -> 'sum'$", _FEW),
@@ -215,10 +191,7 @@ PROGRAMS = [
         r"read it after the step \(",
     ),
     _program(
-        ".item() in the loss",
-        item_in_loss,
-        r"^TensorReadError: tensor read .*\.item\(\)$",
-        r"keep it on the device",
+        ".item() in the loss", item_in_loss, r"^TensorReadError: tensor read .*\.item\(\)$", r"keep it on the device"
     ),
     _program(
         "FFT in the loss", fourier, r"^HostOperatorError: .* _fft_r2c,", "multiply by the matrix of the transform"

@@ -19,12 +19,8 @@ import sys
 from dataclasses import asdict
 
 from benchmarks import report
-from benchmarks.operators.cases import MOST_CASES, Case, choose
-from benchmarks.operators.groups import rows
-from benchmarks.operators.measure import LIMIT
-from benchmarks.operators.output import markdown, summary, table_of
-from benchmarks.operators.row import Row
-from benchmarks.operators.sources import core_operators, sources
+from benchmarks.operators.cases import MOST_CASES, Case, choose, core_operators, sources
+from benchmarks.operators.measure import LIMIT, Row, markdown, rows, summary, table_of
 from tests.children import run_in_child
 
 SHARE = 0.95

@@ -1,11 +1,19 @@
-"""`measure`: runs one sample inside a step, forward and backward, and compares it with the CPU."""
+"""`measure` runs one sample inside a step, forward and backward, and compares it with the CPU.
+
+A `Row` has what the samples of an operator showed; `rows` runs many operators in forked children.
+"""
 
 from __future__ import annotations
 
 import functools
+import pickle
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,8 +21,9 @@ import torch_xla.debug.metrics as xla_metrics
 from torch.utils._pytree import tree_leaves, tree_map
 
 import xla_adapters
-from benchmarks.operators.cases import Case, copied, differentiable, placed
-from benchmarks.operators.sources import Sample, sources, without_values
+from benchmarks import report
+from benchmarks.operators.cases import Case, Sample, copied, differentiable, placed, sources, without_values
+from tests.children import run_in_child
 
 # From the best to the worst.
 How = Literal["in the graph", "by decomposition", "on the host", "fails"]
@@ -239,3 +248,172 @@ def _distance(mine: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     same = (mine == wanted) | (mine.isnan() & wanted.isnan())
     distance = (mine - wanted).abs() / wanted.abs().clamp_min(1)
     return distance.masked_fill(same, 0).nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+@dataclass
+class Row:
+    """A line of the table. The worst sample decides.
+
+    Attributes:
+        operator: its name.
+        samples: how many it was tried with.
+        sources: where they are from.
+        forward, backward: how the operator runs; None for an operator of the backward only, and without a backward.
+        difference: the largest to the CPU, of values above 1 relative to them; None if there is none to tell.
+        without_values: why only shapes and dtypes are compared, if so.
+        kernels: torch_xla's that ran in place of the operator's own.
+        notes: why samples are not in the graph, or differ.
+    """
+
+    operator: str
+    samples: int = 0
+    sources: list[str] = field(default_factory=list)
+    forward: How | None = None
+    backward: How | None = None
+    difference: float | None = None
+    without_values: str | None = None
+    kernels: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tried(self) -> bool:
+        """Whether there is a sample."""
+        return self.samples > 0
+
+    @property
+    def how(self) -> How | None:
+        """How it runs, forward and backward; None if it was not tried."""
+        return _worst([self.forward, self.backward])
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether every sample is part of the step's graph, forward and backward."""
+        return self.how in ("in the graph", "by decomposition")
+
+    @property
+    def differs(self) -> bool:
+        """Whether a sample's values (or shapes) are not those of the CPU."""
+        return self.difference is not None and not self.difference <= LIMIT
+
+
+def _worst(hows: Sequence[How | None]) -> How | None:
+    return max((how for how in hows if how is not None), key=ORDER.index, default=None)
+
+
+def row_of(operator: str, found: Sequence[Found]) -> Row:
+    """The row of an operator that was tried with these samples, none if there are none."""
+    row = Row(operator, len(found), without_values=without_values(operator))
+    row.sources = list(dict.fromkeys(one.source for one in found))
+    row.forward = _worst([one.forward for one in found])
+    row.backward = _worst([one.backward for one in found])
+    # Not a number is reported as infinite.
+    row.difference = max((one.difference for one in found if one.difference is not None), default=None)
+    row.kernels = sorted({name for one in found for name in one.kernels})
+    reasons = [one.why for one in found if one.why is not None]
+    row.notes = [_times(reason, reasons.count(reason), len(found)) for reason in dict.fromkeys(reasons)]
+    if not found:
+        row.notes = ["not tried: neither torch's list of sample inputs nor a direct call reaches it"]
+    return row
+
+
+def failed(operator: str, why: str, samples: int) -> Row:
+    """The row of an operator that ended the process it was tried in."""
+    return Row(operator, samples, forward="fails", notes=[why])
+
+
+def _times(reason: str, times: int, samples: int) -> str:
+    return f"{reason} ({times} of {samples} samples)"
+
+
+_HEADERS = ("operator", "samples", "forward", "backward", "difference", "")
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    """The rows, then what is missed and why."""
+    text = report.table(_HEADERS, [_values(row) for row in rows])
+    notes = [f"  {row.operator}: {note}" for row in rows for note in row.notes]
+    return f"{text}\n\nnot in the graph, or not equal, and why:\n" + "\n".join(notes) if notes else text
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The same for the documents."""
+    text = report.markdown(_HEADERS, [_values(row) for row in rows])
+    notes = [f"- `{row.operator}`: `{note}`" for row in rows for note in row.notes]
+    return f"{text}\n\n## Not in the graph, or not equal\n\n" + "\n".join(notes)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """The figures in a sentence each."""
+    own = sum(row.how == "in the graph" for row in rows)
+    other = sum(row.how == "by decomposition" for row in rows)
+    host = sum(row.how == "on the host" for row in rows)
+    fails = sum(row.how == "fails" for row in rows)
+    untried = sum(not row.tried for row in rows)
+    differs = sum(row.in_graph and row.differs for row in rows)
+    return (
+        f"{own + other} of {len(rows)} core operators are part of a step's graph ({own} by a kernel of their own,\n"
+        f"{other} by a decomposition), {host} are on the host, {fails} fail, {untried} were not tried. {differs} of\n"
+        f"those in the graph are not within {LIMIT:g} of the CPU."
+    )
+
+
+def _values(row: Row) -> tuple[object, ...]:
+    difference = None if row.difference is None else f"{row.difference:.0e}"
+    if row.without_values is not None and not row.differs:
+        difference = f"shapes alone ({row.without_values})"
+    mark = "not tried" if not row.tried else "" if row.in_graph and not row.differs else "MISSED"
+    return (row.operator, row.samples, row.forward, row.backward, difference, mark)
+
+
+# Of operators in a child: each starts the runtime anew, which takes a second.
+GROUP = 32
+
+
+def rows(cases: Mapping[str, Sequence[Case]], timeout: float) -> Iterator[Row]:
+    """The row of each operator.
+
+    Args:
+        cases: of each operator.
+        timeout: seconds for a child; the operator that it is at then fails.
+    """
+    left = list(cases)
+    while left:
+        group = {name: cases[name] for name in left[:GROUP]}
+        done, error = _in_child(group, timeout)
+        yield from done
+        left = left[len(done) :]
+        if error is not None:
+            # The first that is not done is what the child was at.
+            yield failed(left[0], error, len(cases[left[0]]))
+            left = left[1:]
+
+
+def _in_child(group: Mapping[str, Sequence[Case]], timeout: float) -> tuple[list[Row], str | None]:
+    """The rows up to the end of the child, and why that came early, if it did."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows")
+        path.touch()
+        outcome = run_in_child(functools.partial(_measure_all, group, path), timeout=timeout)
+        done = list(_read(path))
+    if outcome.ok or len(done) == len(group):
+        return done, None
+    print(f"{outcome.error}\n{outcome.output}", file=sys.stderr, flush=True)
+    return done, str(outcome.short_error)
+
+
+def _read(path: Path) -> Iterator[Any]:
+    with path.open("rb") as stream:
+        while True:
+            try:
+                yield pickle.load(stream)
+            except (EOFError, pickle.UnpicklingError):
+                return
+
+
+def _measure_all(group: Mapping[str, Sequence[Case]], path: Path) -> None:
+    warnings.simplefilter("ignore")
+    xla_adapters.initialize()
+    with path.open("ab", buffering=0) as stream:
+        for name, cases in group.items():
+            row = row_of(name, [measure(name, case) for case in cases])
+            stream.write(pickle.dumps(row))

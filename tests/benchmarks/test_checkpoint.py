@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import checkpoint
-from benchmarks.checkpoint_trainers import TRAINERS
+from benchmarks.checkpoint import TRAINERS
 
 
 @pytest.mark.parametrize(

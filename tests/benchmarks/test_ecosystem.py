@@ -17,8 +17,8 @@ for _library in ("diffusers", "lightning", "peft", "sentence_transformers", "tim
     pytest.importorskip(_library)
 
 from benchmarks.ecosystem import __main__ as ecosystem  # noqa: E402 (needs these libraries)
-from benchmarks.ecosystem import cell, output, table, with_lightning  # noqa: E402
-from benchmarks.ecosystem.model import Model  # noqa: E402
+from benchmarks.ecosystem import cell, table, with_lightning  # noqa: E402
+from benchmarks.zoo import Model  # noqa: E402
 from xla_adapters.errors import GraphBreakError, TensorReadError  # noqa: E402
 
 _WHOLE = (
@@ -146,10 +146,10 @@ def test_targets_come_from_the_rows() -> None:
         (2, False),
         (0, True),
     ]
-    text = output.table_of([good, crashed, refused])
+    text = cell.table_of([good, crashed, refused])
     assert "t x crashed: crashed: ValueError: it broke" in text
     assert "t x refused: GraphBreakError: a boolean index" in text
-    assert "| t | good | 0 | 1 | 0e+00 | 0e+00 | no | yes |" in output.markdown([good])
+    assert "| t | good | 0 | 1 | 0e+00 | 0e+00 | no | yes |" in cell.markdown([good])
 
 
 def test_a_name_that_matches_no_cell_lists_those_that_are() -> None:

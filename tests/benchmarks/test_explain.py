@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.explain import __main__ as explain
-from benchmarks.explain.measure import Row, Told, judge, measure
-from benchmarks.explain.program import Program
+from benchmarks.explain.measure import Program, Row, Told, judge, measure
 
 PROGRAMS = {program.name: program for program in explain.programs()}
 

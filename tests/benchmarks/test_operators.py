@@ -13,11 +13,9 @@ import torch
 
 from benchmarks import report
 from benchmarks.operators import __main__ as operators
-from benchmarks.operators import cases, groups, output, sources
-from benchmarks.operators.cases import Case, calls_of, choose
-from benchmarks.operators.measure import LIMIT, Found, measure_sample
-from benchmarks.operators.row import Row, failed, row_of
-from benchmarks.operators.sources import Sample
+from benchmarks.operators import cases, measure
+from benchmarks.operators.cases import Case, Sample, calls_of, choose
+from benchmarks.operators.measure import LIMIT, Found, Row, failed, measure_sample, row_of
 from tests.isolation import isolated
 
 
@@ -91,20 +89,20 @@ def test_what_differs_or_fails_is_said() -> None:
 def test_random_operators_are_compared_by_shape() -> None:
     found = _found("rand", torch.rand, (3, 4), device=torch.device("cpu"))
     assert (found.difference, found.why) == (None, None)
-    assert sources.without_values("rand") == "random"
-    assert sources.without_values("exp") is None
+    assert cases.without_values("rand") == "random"
+    assert cases.without_values("exp") is None
     wrong = _found("rand", lambda n, device: torch.rand(n + (device.type == "xla"), device=device), 3, device="cpu")
     assert wrong.difference == float("inf")
 
 
 def test_a_process_that_dies_costs_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(name: str, case: Case) -> Found:
+    def fails_once(name: str, case: Case) -> Found:
         if name == "exp":
             os.kill(os.getpid(), signal.SIGKILL)
         return Found("here", forward="in the graph", difference=0.0)
 
-    monkeypatch.setattr(groups, "measure", measure)
-    found = list(groups.rows({name: [Case(0, 0, False, False)] for name in ("abs", "exp", "log")}, 60))
+    monkeypatch.setattr(measure, "measure", fails_once)
+    found = list(measure.rows({name: [Case(0, 0, False, False)] for name in ("abs", "exp", "log")}, 60))
     assert [(row.operator, row.how) for row in found] == [
         ("abs", "in the graph"),
         ("exp", "fails"),
@@ -116,7 +114,7 @@ def test_a_process_that_dies_costs_one_operator(monkeypatch: pytest.MonkeyPatch)
 @isolated
 def test_samples_call_their_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("expecttest")
-    chosen = [source for source in sources.sources() if "exp" in source.operators or source.direct]
+    chosen = [source for source in cases.sources() if "exp" in source.operators or source.direct]
     monkeypatch.setattr(cases, "sources", lambda: chosen)
     found = choose(["exp", "sym_size", "no such operator"])
     assert all(found[name] for name in ("exp", "sym_size"))
@@ -140,10 +138,10 @@ def test_the_worst_sample_decides_and_targets_count_every_operator() -> None:
     made = report.Report("operators")
     operators.add_targets(made, rows)
     assert [(target.value, target.met) for target in made.targets] == [(2 / 5, False), (1, False), (1, False)]
-    text = output.table_of(rows)
+    text = measure.table_of(rows)
     assert "add: HostOperatorError: why (1 of 2 samples)" in text
     assert text.count("MISSED") == 3
-    assert "| any | 0 | - | - | - | not tried |" in output.markdown(rows)
+    assert "| any | 0 | - | - | - | not tried |" in measure.markdown(rows)
     everything = report.Report("operators")
     operators.add_targets(everything, [Row("abs", 1, forward="in the graph", difference=0.0)])
     assert all(target.met for target in everything.targets)

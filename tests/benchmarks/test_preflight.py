@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from importlib import util
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import preflight, report
+from benchmarks import preflight, report, zoo
 from benchmarks.preflight import Row, table_of, targets
+from xla_adapters.sharding.measure import PlanResult
 
 
 def _row(plan: str, sent: float | None, *, chosen: bool = False, model: str = "m", **options: Any) -> Row:
@@ -61,6 +65,26 @@ def test_a_model_that_fits_nowhere_is_a_row(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(preflight, "make_plan", refuse)
     options = argparse.Namespace(layers=1, dtype="float32", top=1)
-    (row,) = preflight.rows_of("gpt2", "v5e:2x4", options, None)  # type: ignore[arg-type]
+    (row,) = preflight.rows_of("gpt2", options, "v5e:2x4", None)  # type: ignore[arg-type]
     assert not row.fits
     assert row.remark == "too little memory"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    util.find_spec("libtpu") is None or util.find_spec("pypjrt") is None,
+    reason='libtpu or pypjrt is not installed: pip install "xla-adapters[preflight]"',
+)
+def test_tiny_architectures_compile() -> None:
+    arguments = ["--architectures", "DistilBERT,ResNet", "--topologies", "v5e:2x2", "--check"]
+    assert preflight.main(arguments) == 0
+
+
+def test_an_architecture_that_cannot_be_compiled_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = [PlanResult(problem="this model reads")]
+    monkeypatch.setattr(preflight, "plan_compiler", lambda *_: SimpleNamespace(name="a compiler"))
+    monkeypatch.setattr(preflight, "measure_for_tpu", lambda *_, **__: refused)
+    options = SimpleNamespace(bf16=False)
+    (row,) = preflight.rows_of_tiny(zoo.named("GPT-2")[0], options, "v5e:2x2", preflight.Recorder(tmp_path, 60))
+    assert not row.fits
+    assert "this model reads" in table_of([row])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import pytest
-
 from tests.isolation import isolated
 
 
@@ -18,31 +16,6 @@ def test_byte_lm(tmp_path: Path) -> None:
     metrics = byte_lm.main([*small, "--characters", "60000", "--output-dir", str(tmp_path)])
     assert metrics["eval_loss"] < math.log(384)
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-8"}
-
-
-@pytest.mark.long
-@isolated(timeout=600)
-def test_digits_reach_95_percent() -> None:
-    from examples import digits_vit
-
-    assert digits_vit.main([])["eval_accuracy"] > 0.95
-
-
-@pytest.mark.slow
-@isolated(timeout=600)
-def test_lightning_digits_reach_97_percent() -> None:
-    from examples import lightning_digits
-
-    assert lightning_digits.main([])["test_accuracy"] > 0.97
-
-
-@isolated(timeout=400)
-def test_lightning_digits_run_with_one_execution_per_step() -> None:
-    from examples import lightning_digits
-
-    results = lightning_digits.main(["--epochs", "2"])
-    assert results["test_accuracy"] > 0.2
-    assert results["executions_per_step"] == 1
 
 
 @isolated(timeout=400)

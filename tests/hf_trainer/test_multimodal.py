@@ -12,10 +12,9 @@ for _library in ("diffusers", "peft", "sentence_transformers", "timm", "torch_ge
 
 from benchmarks.ecosystem import with_lightning, with_transformers  # noqa: E402
 from benchmarks.ecosystem.cell import LOSS_LIMIT, WEIGHT_LIMIT, Row, Trained  # noqa: E402
-from benchmarks.ecosystem.model import Model  # noqa: E402
 from benchmarks.ecosystem.table import multimodal  # noqa: E402
 from benchmarks.ecosystem.vision_language import VISION_LANGUAGE  # noqa: E402
-from benchmarks.zoo import Batch  # noqa: E402
+from benchmarks.zoo import Batch, Model  # noqa: E402
 from xla_adapters import TensorReadError  # noqa: E402
 from xla_adapters.config import OnGraphBreak  # noqa: E402
 

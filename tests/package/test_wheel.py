@@ -73,10 +73,13 @@ def test_the_wheel_has_the_packages_and_nothing_else(built: tuple[Path, Path]) -
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, info}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     assert f"{info}/licenses/LICENSE" in names
-    # Beside Python files only what says that they are typed, the page of the run report, and the cache's plugin.
+    # Beside Python files only what says that they are typed, templates of pages, and the cache's plugin.
     others = {name for name in names if not name.endswith((".py", "/py.typed")) and not name.startswith(info)}
     cache = {f"xla_adapters/runtime/compile_cache/plugin.{kind}" for kind in ("c", "so.1")}
-    assert others == {"xla_adapters/insight/report.html", *cache}
+    pages = {
+        f"xla_adapters/{page}.html" for page in ("insight/report", "sharding/plan", "tools/check", "tools/preflight")
+    }
+    assert others == {*pages, *cache}
     assert built[0].name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl")
 
 

@@ -25,7 +25,7 @@ from xla_adapters import (
     replay_safe,
 )
 from xla_adapters.replay.guards.part import Part
-from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime import eager
 
 pytestmark = pytest.mark.isolated
 

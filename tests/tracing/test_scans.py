@@ -12,7 +12,7 @@ from torch import nn
 import xla_adapters
 from tests.device import DEVICE
 from xla_adapters import CompiledStep, XLAConfig
-from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime import eager
 
 pytestmark = pytest.mark.isolated
 

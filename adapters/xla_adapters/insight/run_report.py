@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import html
 import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +17,8 @@ from typing import Any, Protocol
 from xla_adapters.insight.transfer_lines import TransferLine
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_analysis import in_bytes
+from xla_adapters.utils.pages import page as render
+from xla_adapters.utils.pages import templates
 
 _SCRIPT = re.compile("<script.*?</script>", re.DOTALL)
 # Colours are variables of the page's style sheet, so that charts follow light and dark.
@@ -131,7 +131,9 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
     largest = max(measured, key=lambda event: event["memory"]["total"], default=None)
     memory: Mapping[str, int] = {} if largest is None else largest["memory"]
     kinds = [(name, memory.get(name, 0) / (1 << 20)) for name in ("inputs", "outputs", "temporaries", "code")]
-    rendered: str = template().render(
+    templates().filters.update(number="{:,}".format, size=in_bytes, seconds=_seconds, percent="{:.1%}".format)
+    return render(
+        "insight/report.html",
         report=report,
         preflight=preflight,
         limit=_ROWS,
@@ -150,7 +152,6 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
         buckets=_buckets,
         memory_kinds=[(name, size) for name, size in kinds if size],
     )
-    return rendered
 
 
 def _buckets(shapes: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -160,18 +161,6 @@ def _buckets(shapes: Mapping[str, Any]) -> list[tuple[str, float]]:
         for item in shapes["buckets"]
         if item["padded"]
     ]
-
-
-# Compiling it takes longer than a page.
-@functools.cache
-def template() -> Any:
-    """The template of the page, of jinja2."""
-    # Late: a training needs it at its end only.
-    import jinja2
-
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters.update(number="{:,}".format, size=in_bytes, seconds=_seconds, percent="{:.1%}".format)
-    return environment.from_string(resources.files("xla_adapters.insight").joinpath("report.html").read_text("utf-8"))
 
 
 def _seconds(seconds: float) -> str:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Literal, get_args
 
 from xla_adapters.config import CacheDir, check_cache_dir
-from xla_adapters.errors import ConfigError, RuntimeOrderError
+from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.interface import CompiledMemory, Device, Metrics, Runtime, RuntimeEvent
 from xla_adapters.runtime.interface.device import Tuning
@@ -26,6 +26,8 @@ __all__ = [
     "Runtime",
     "RuntimeEvent",
     "TileAssignment",
+    "check_mode",
+    "eager",
     "get_runtime",
     "initialize",
     "prepare",
@@ -36,6 +38,8 @@ __all__ = [
 
 RuntimeName = Literal["torch_xla", "torch_tpu"]
 _NAMES: tuple[str, ...] = get_args(RuntimeName)
+# Modes of torch_xla: its own lazy one, and its dynamo backend.
+_OF_LAZY_TENSORS = ("lazy", "eager+dynamo")
 _runtime: Runtime | None = None
 
 
@@ -226,3 +230,35 @@ def using_runtime(runtime: Runtime) -> Iterator[Runtime]:
         yield runtime
     finally:
         _runtime = previous
+
+
+def check_mode(xla_mode: str) -> None:
+    """Raises if the runtime does not have a mode.
+
+    Raises:
+        UnsupportedOptionError: with the modes that it has.
+    """
+    runtime = get_runtime()
+    if xla_mode in _OF_LAZY_TENSORS and not runtime.has_lazy_tensors:
+        raise UnsupportedOptionError(
+            f"xla_mode={xla_mode!r}: {runtime.name} has no lazy tensors; use 'eager+compile' (the default) or 'eager'"
+        )
+
+
+@contextmanager
+def eager(enabled: bool = True) -> Iterator[None]:
+    """Executes operations at once inside the context.
+
+    Where it begins, what was traced before is executed. At the exit the mode is as before.
+
+    Args:
+        enabled: False has torch_xla trace operations outside of steps, too, until a value is read or
+            `torch_xla.sync()` is called.
+    """
+    get_runtime().device.initialize()
+    previous = get_runtime().tracing.eager()
+    try:
+        switch_eager(enabled)
+        yield
+    finally:
+        switch_eager(previous)

@@ -60,7 +60,7 @@ class ShardingPlan(PlanData):
         """The plan and its costs as text; see `report.report`."""
         return report(self, width=width)
 
-    def visualize(self, parameter: str | None = None, *, form: Literal["text", "svg", "html"] = "text") -> str:
+    def visualize(self, parameter: str | None = None, *, form: Literal["text", "html"] = "text") -> str:
         """A picture of the plan, or of one parameter; see `visualize.visualize`."""
         return visualize(self, parameter, form=form)
 

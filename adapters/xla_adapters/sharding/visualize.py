@@ -1,4 +1,4 @@
-"""Draws a sharding plan as text, SVG or HTML: the mesh, and which device holds which slice of a tensor.
+"""Draws a sharding plan as text or HTML: the mesh, and which device holds which slice of a tensor.
 
 Colours are those that colour-blind people can distinguish (Okabe and Ito, "Color Universal Design", 2008), with labels
 of enough contrast (WCAG 2.1, success criterion 1.4.3).
@@ -11,7 +11,6 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -20,34 +19,19 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.mesh import Mesh, Spec, axes_of, render, used_axes
 from xla_adapters.sharding.plan_data import ParameterPlan, PlanData
 from xla_adapters.sharding.report import Fold, check_width, fold, ranges
+from xla_adapters.utils.pages import page
 
-PALETTE = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#000000")
-INK, PAPER = "#000000", "#FFFFFF"
-# WCAG's least contrast of text.
-LEAST_CONTRAST = 4.5
-
-
-def colour_of(number: int) -> str:
-    """The colour of slice `number`. Colours repeat after eight, so cells are labelled, too."""
-    return PALETTE[number % len(PALETTE)]
-
-
-def label_on(background: str) -> str:
-    """Black or white, whichever has more contrast to the background; one of them always reaches 4.5:1."""
-    return max((INK, PAPER), key=lambda ink: contrast(ink, background))
-
-
-def contrast(one: str, other: str) -> float:
-    """Contrast of two colours (`"#rrggbb"`), from 1 to 21."""
-    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    channels = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
+# Colours of slices, each with that of its labels.
+PALETTE = {
+    "#56B4E9": "#000000",
+    "#E69F00": "#000000",
+    "#009E73": "#000000",
+    "#F0E442": "#000000",
+    "#0072B2": "#FFFFFF",
+    "#D55E00": "#000000",
+    "#CC79A7": "#000000",
+    "#000000": "#FFFFFF",
+}
 
 # If a grid would have more rows than this, its longest axis becomes the columns.
 _TALLEST = 32
@@ -211,13 +195,8 @@ def _as_rows(ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> tuple[tupl
     return tuple(tuple(int(number) for number in row) for row in ids)
 
 
-_SVG_COLUMNS = 16
-_MARGIN = 24
-_TITLE = 22
-_FONT = "font-family=\"ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace\""
-_SMALLEST = 8.0
-# Width of a character at font size 1, for fonts of one width.
-_CHARACTER = 0.62
+# Cells in a row of a page.
+_WIDEST = 16
 
 
 class _Cell(NamedTuple):
@@ -229,17 +208,15 @@ class _Cell(NamedTuple):
     hint: str
 
 
-def draw(mesh: Mesh, parts: Sequence[Slice], *, title: str, describe: Callable[[Slice], str] = str) -> str:
-    """Draws the mesh and a tensor side by side; cells of one slice have one colour.
+def _drawn(
+    mesh: Mesh, parts: Sequence[Slice], describe: Callable[[Slice], str] = str
+) -> list[tuple[str, tuple[Grid, ...], Callable[[int], _Cell]]]:
+    """Title, grid and cells of the mesh and of a tensor; cells of one slice have one colour.
 
     Args:
         mesh: the devices.
         parts: the slices of the tensor.
-        title: the text alternative for screen readers.
         describe: returns a slice as text.
-
-    Returns:
-        An `<svg>` element without external resources.
     """
     number = slice_numbers(parts)
 
@@ -251,94 +228,19 @@ def draw(mesh: Mesh, parts: Sequence[Slice], *, title: str, describe: Callable[[
         holders = ranges(parts[index].devices)
         return _Cell(index, f"s{index}", holders, f"s{index} {describe(parts[index])}: devices {holders}")
 
-    devices, left, high = _svg_grid(mesh_grid(mesh), of_device, "devices (number, slice)")
-    tensor, right, higher = _svg_grid(tensor_grid(parts, _SVG_COLUMNS), of_slice, "tensor (slice, devices)")
-    left += 2 * _MARGIN
-    width, height = left + right, max(high, higher)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" {_FONT}><title>{escape(title)}</title>'
-        f'<rect width="100%" height="100%" fill="{PAPER}"/>{devices}'
-        f'<g transform="translate({left:.0f} 0)">{tensor}</g></svg>\n'
-    )
+    return [
+        ("devices (number, slice)", mesh_grid(mesh).panels(_WIDEST), of_device),
+        ("tensor (slice, devices)", tensor_grid(parts, _WIDEST).panels(_WIDEST), of_slice),
+    ]
 
 
-def _svg_grid(grid: Grid, cell_of: Callable[[int], _Cell], title: str) -> tuple[str, float, float]:
-    """A drawn grid, its width and its height."""
-    size = _cell_size(sum(map(len, grid.cells)))
-    font = min(12.0, size * 0.36)
-    margin = max(map(len, grid.rows)) * 11 * _CHARACTER + 8
-    axis, found, _ = grid.columns[0].partition("=")
-    title += f", columns: {axis}" if found and len(grid.columns) > 1 else ""
-    parts = [_svg_text(margin, 14, title, 12, anchor="start")]
-    top, widest = float(_TITLE), margin + len(title) * 12 * _CHARACTER
-    for panel in grid.panels(_SVG_COLUMNS):
-        if any(panel.columns):
-            labels, line = _column_labels(panel.columns, size)
-            for column, label in enumerate(labels):
-                parts.append(_svg_text(margin + (column + 0.5) * size, top + 12, label, line))
-            top += 18
-        for row, cells in enumerate(panel.cells):
-            middle = top + (row + 0.5) * size
-            if panel.rows[row]:
-                parts.append(_svg_text(margin - 6, middle + 4, panel.rows[row], 11, anchor="end"))
-            for column, number in enumerate(cells):
-                parts.append(_svg_cell(cell_of(number), margin + column * size, top + row * size, size, font))
-        top += len(panel.cells) * size + 8
-        widest = max(widest, margin + len(panel.columns) * size + 2)
-    return "".join(parts), widest, top
-
-
-def _cell_size(count: int) -> float:
-    """Cells shrink with their number, to a size at which three digits can still be read."""
-    return 56.0 if count <= 32 else 44.0 if count <= 64 else 34.0
-
-
-def _column_labels(labels: Sequence[str], size: float) -> tuple[list[str], float]:
-    """Labels that fit over their columns: a number without its axis, a range without its end where they do not."""
-    font = min(11.0, size * 0.36)
-    if max(map(len, labels)) * font * _CHARACTER <= size:
-        return list(labels), font
-    short = [label.rpartition("=")[2] for label in labels]
-    if max(map(len, short)) * _SMALLEST * _CHARACTER > size:
-        short = [label.partition(":")[0] + ":" for label in short]
-    longest = max(map(len, short))
-    return short, max(_SMALLEST, min(font, size / (longest * _CHARACTER)))
-
-
-def _svg_cell(cell: _Cell, left: float, top: float, size: float, font: float) -> str:
-    fill = colour_of(cell.slice)
-    ink = label_on(fill)
-    below = cell.below if len(cell.below) * font * 0.85 * _CHARACTER <= size else "..."
-    return (
-        f'<g><title>{escape(cell.hint)}</title><rect x="{left:.1f}" y="{top:.1f}" width="{size:.0f}" '
-        f'height="{size:.0f}" fill="{fill}" stroke="{PAPER}" stroke-width="2"/>'
-        + _svg_text(left + size / 2, top + size * 0.46, cell.label, font, ink=ink)
-        + _svg_text(left + size / 2, top + size * 0.80, below, font * 0.85, ink=ink)
-        + "</g>"
-    )
-
-
-def _svg_text(x: float, y: float, text: str, size: float, *, ink: str = INK, anchor: str = "middle") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.1f}" fill="{ink}" text-anchor="{anchor}">'
-        f"{escape(text)}</text>"
-    )
-
-
-Form = Literal["text", "svg", "html"]
+Form = Literal["text", "html"]
 
 # With more devices than this, rows are drawn on one line each, without lines in between.
 _ROOMY = 64
 # Of more slices than this, only the first and last are listed.
 _LISTED = 32
 _ENDS = 6
-_STYLE = (
-    f"body{{font:15px/1.5 system-ui,sans-serif;color:{INK};background:{PAPER};margin:2em auto;max-width:75em;"
-    "padding:0 1em}code,pre,td{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:13px}"
-    "figure{overflow:auto;max-height:40em;margin:1em 0}table{border-collapse:collapse;display:block;overflow:auto}"
-    "td,th{text-align:left;padding:.15em 1em .15em 0;border-bottom:1px solid #767676}"
-)
 
 
 def visualize(plan: PlanData, parameter: str | None = None, *, form: Form = "text") -> str:
@@ -347,7 +249,7 @@ def visualize(plan: PlanData, parameter: str | None = None, *, form: Form = "tex
     Args:
         plan: the plan.
         parameter: draw only this one, by any of its names.
-        form: `"text"`, `"svg"` or `"html"` (always of the whole plan).
+        form: `"text"` or `"html"` (always of the whole plan).
 
     Raises:
         ConfigError: the form or the parameter is unknown, or one parameter is asked for as HTML.
@@ -356,9 +258,9 @@ def visualize(plan: PlanData, parameter: str | None = None, *, form: Form = "tex
         raise ConfigError(f"form={form!r} is not a valid value; valid values: {', '.join(map(repr, get_args(Form)))}")
     if form == "html":
         if parameter is not None:
-            raise ConfigError(f"an HTML page shows the whole plan; for {parameter!r} alone use form='svg' or 'text'")
+            raise ConfigError(f"an HTML page shows the whole plan; for {parameter!r} alone use form='text'")
         return as_html(plan)
-    return as_text(plan, parameter) if form == "text" else as_svg(plan, parameter)
+    return as_text(plan, parameter)
 
 
 def as_text(plan: PlanData, parameter: str | None = None, *, width: int = 110) -> str:
@@ -386,54 +288,33 @@ def as_text(plan: PlanData, parameter: str | None = None, *, width: int = 110) -
     return "\n".join(lines) + "\n"
 
 
-def as_svg(plan: PlanData, parameter: str | None = None) -> str:
-    """Draws the mesh and a tensor side by side as SVG; cells of one slice have one colour.
-
-    Args:
-        plan: to draw.
-        parameter: to draw; None for the batch.
-
-    Returns:
-        An `<svg>` element without scripts or external resources.
-
-    Raises:
-        ConfigError: the plan has no such parameter.
-    """
-    if parameter is None:
-        title = f"{_mesh_line(plan.mesh)}; batch: {_batch_line(plan)}"
-        return draw(plan.mesh, _batch_slices(plan), title=title, describe=_batch_part)
-    return _parameter_svg(plan.mesh, plan.parameter(parameter))
-
-
 def as_html(plan: PlanData) -> str:
     """A page with the mesh, the batch and one section per distinct spec.
 
     Returns:
         A whole document that stands for itself: no script, nothing from the network.
     """
-    sections = []
-    for folds in _by_spec(plan):
-        rows = "".join(
-            f"<tr><td>{escape(item.name)}{escape(_tied(item))}</td><td>{escape(_shape(item.first.shape))}</td>"
-            f"<td>{escape(item.first.dtype)}</td><td>{escape(item.first.decided_by)}</td></tr>"
-            for item in folds
-        )
-        entry = folds[0].first
-        copies = _copies_line(plan.mesh, entry.spec)
-        sections.append(
-            f"<section><h2>{escape(_spec_title(entry.spec))}</h2><p>{escape(copies)}</p>"
-            f"<figure>{_parameter_svg(plan.mesh, entry)}<figcaption>Drawn: <code>{escape(entry.name)}</code> "
-            f"{escape(_shape(entry.shape))}</figcaption></figure><details open><summary>"
-            f"{sum(len(item.parameters) for item in folds)} parameters</summary><table><tr><th>parameter</th>"
-            f"<th>whole shape</th><th>dtype</th><th>decided by</th></tr>{rows}</table></details></section>\n"
-        )
-    notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
-    title = f"Sharding plan {plan.name}"
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body>\n<h1>{escape(title)}</h1><p>{escape(_mesh_line(plan.mesh))}</p>"
-        f"{f'<ul>{notes}</ul>' if notes else ''}\n<section><h2>Batch</h2><p>{escape(_batch_line(plan))}</p>"
-        f"<figure>{as_svg(plan)}</figure></section>\n{''.join(sections)}</body></html>\n"
+    sections = [
+        {
+            "title": _spec_title(folds[0].first.spec),
+            "copies": _copies_line(plan.mesh, folds[0].first.spec),
+            "entry": folds[0].first,
+            "drawn": _drawn(plan.mesh, slices(plan.mesh, folds[0].first.shape, folds[0].first.spec)),
+            "folds": folds,
+            "count": sum(len(item.parameters) for item in folds),
+        }
+        for folds in _by_spec(plan)
+    ]
+    return page(
+        "sharding/plan.html",
+        plan=plan,
+        mesh=_mesh_line(plan.mesh),
+        batch=_batch_line(plan),
+        drawn=_drawn(plan.mesh, _batch_slices(plan), _batch_part),
+        sections=sections,
+        palette=PALETTE,
+        shape_of=_shape,
+        tied=_tied,
     )
 
 
@@ -454,11 +335,6 @@ def _batch_slices(plan: PlanData) -> tuple[Slice, ...]:
 
 def _batch_part(part: Slice) -> str:
     return f"part {part.index[0] + 1} of {part.whole[0]} of the batch"
-
-
-def _parameter_svg(mesh: Mesh, entry: ParameterPlan) -> str:
-    title = f"{entry.name} {_shape(entry.shape)} {render(entry.spec)}: {_copies_line(mesh, entry.spec)}"
-    return draw(mesh, slices(mesh, entry.shape, entry.spec), title=title)
 
 
 def _tensor_text(mesh: Mesh, entry: ParameterPlan, names: Sequence[str], width: int) -> list[str]:

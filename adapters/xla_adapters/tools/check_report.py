@@ -9,13 +9,13 @@ import pickle
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from xla_adapters.runtime import runtime_name
 from xla_adapters.tools.check_facts import Facts
 from xla_adapters.tools.check_findings import Finding, findings
 from xla_adapters.tools.check_watch import check_requested
 from xla_adapters.utils.child_process import ask
+from xla_adapters.utils.pages import page
 
 # Where the script runs. Nothing of it goes to services that log runs.
 _SETTINGS = {
@@ -28,24 +28,6 @@ _SETTINGS = {
 _KEPT_OUTPUT = 4000
 _FLAGS = "--xla_backend_optimization_level=0"
 CLEAN, FOUND, FAILED = 0, 1, 2
-_STYLE = """
-:root { color-scheme: light dark; --line: #d0d7de; --soft: #f6f8fa; --bad: #b42318; --good: #116329; --quiet: #59636e }
-@media (prefers-color-scheme: dark) {
-  :root { --line: #3d444d; --soft: #161b22; --bad: #ff7b72; --good: #56d364; --quiet: #9198a1 }
-  body { background: #0d1117; color: #e6edf3 }
-}
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin-top: 2rem }
-.verdict { font-size: 1.1rem; font-weight: 600 } .bad { color: var(--bad) } .good { color: var(--good) }
-.finding { border: 1px solid var(--line); border-left: 4px solid var(--line); border-radius: 6px; margin: 1rem 0;
-  padding: .6rem 1rem } .finding.problem { border-left-color: var(--bad) }
-.finding h3 { font-size: 1rem; margin: 0 0 .4rem } .kind { color: var(--quiet); font-weight: 400 }
-.where, pre, code { font-family: ui-monospace, monospace; font-size: .85rem }
-.where { color: var(--quiet); overflow-wrap: anywhere }
-pre { background: var(--soft); border-radius: 6px; overflow-x: auto; padding: .6rem; margin: .4rem 0 }
-.minus { color: var(--bad) } .plus { color: var(--good) }
-p { margin: .4rem 0 } li { overflow-wrap: anywhere }
-"""
 
 
 def check_script(
@@ -192,26 +174,7 @@ class CheckReport:
 
     def page(self) -> str:
         """The report as one HTML file, without scripts and without anything from elsewhere."""
-        verdict, kind = self._verdict()
-        parts = [
-            "<!doctype html>",
-            f'<html lang="en"><head><meta charset="utf-8"><title>check of {escape(self.command)}</title>',
-            f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>',
-            f"<h1>xla-adapters check {escape(self.command)}</h1>",
-            f'<p class="verdict {kind}">{escape(verdict)}</p>',
-            f"<p>{self.facts.done} training steps in {self.facts.seconds:.0f} s, on CPU devices.</p>",
-            f"<pre>{escape(self.summary())}</pre>" if self.summary() else "",
-        ]
-        for title, wanted in (("To change", True), ("To know", False)):
-            chosen = [finding for finding in self.findings if finding.is_problem == wanted]
-            if chosen:
-                parts += [f"<h2>{title}</h2>", *map(_finding, chosen)]
-        for title, notes in self.notes().items():
-            items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-            parts.append(f"<h2>{escape(title.capitalize())}</h2><ul>{items}</ul>")
-        if self.failure and self.output:
-            parts.append(f"<h2>What the script printed last</h2><pre>{escape(self.output)}</pre>")
-        return "\n".join([*filter(None, parts), "</body></html>\n"])
+        return page("tools/check.html", report=self, verdict=self._verdict())
 
     def _verdict(self) -> tuple[str, str]:
         if self.failure:
@@ -219,24 +182,3 @@ class CheckReport:
         if self.problems:
             return f"{self.problems} to change", "bad"
         return "Nothing to change", "good"
-
-
-def _finding(finding: Finding) -> str:
-    kind = "finding problem" if finding.is_problem else "finding"
-    title = f'<span class="kind">{escape(finding.kind)}</span> {escape(finding.title)}'
-    parts = [f'<section class="{kind}"><h3>{title}</h3>']
-    if finding.place.file:
-        parts.append(f'<div class="where">{escape(str(finding.place))}</div>')
-    if finding.source:
-        parts.append(f"<pre>{escape(finding.source)}</pre>")
-    parts += [f"<p>{escape(line.strip())}</p>" for line in finding.details.splitlines() if line.strip()]
-    if finding.to_do:
-        parts.append(f"<p><b>What to do:</b> {escape(finding.to_do)}</p>")
-    if finding.patch:
-        lines = (f'<span class="{_side(line)}">{escape(line)}</span>' for line in finding.patch.splitlines())
-        parts.append(f"<pre>{chr(10).join(lines)}</pre>")
-    return "".join([*parts, "</section>"])
-
-
-def _side(line: str) -> str:
-    return "minus" if line.startswith("-") else "plus"

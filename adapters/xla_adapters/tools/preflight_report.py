@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from xla_adapters.sharding import UNITS_NOTE, CollectiveCost, human_bytes, human_seconds, table
 from xla_adapters.tools.tpu_compiler import DeviceMemory, LiveValue
-
-_STYLE = """
-:root { color-scheme: light dark; --card: #f6f8fa; --bad: #b42318; --good: #116329 }
-@media (prefers-color-scheme: dark) { :root { --card: #161b22; --bad: #ff7b72; --good: #56d364 } }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere } h2 { font-size: 1.1rem }
-.verdict { font-size: 1.1rem; font-weight: 600 } .bad { color: var(--bad) } .good { color: var(--good) }
-pre { background: var(--card); border-radius: 6px; overflow-x: auto; padding: .6rem; font-size: .85rem }
-"""
+from xla_adapters.utils.pages import page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +327,7 @@ class PreflightReport:
         for graph in self.graphs:
             lines += ["", graph.text(width=width)]
         if self.attempts:
-            lines += ["", *self._attempts(width)]
+            lines += ["", *self.attempt_lines(width)]
         if self.programs is not None:
             lines += ["", str(self.programs)]
         return "\n".join(lines)
@@ -346,27 +337,11 @@ class PreflightReport:
 
     def section(self) -> str:
         """Notes, estimates and each graph as HTML, without a title."""
-        parts = [f"<p>{escape(note)}</p>" for note in self.notes]
-        if self.estimates:
-            parts.append(f"<pre>{escape(chr(10).join(self.estimate_lines(110)))}</pre>")
-        for graph in self.graphs:
-            head, _, rest = graph.text().partition("\n")
-            parts.append(f"<h3>{escape(head)}</h3><pre>{escape(rest)}</pre>")
-        if self.attempts:
-            parts.append(f"<pre>{escape(chr(10).join(self._attempts(110)))}</pre>")
-        if self.programs is not None:
-            parts.append(f"<pre>{escape(str(self.programs))}</pre>")
-        return "".join(parts)
+        return page("tools/preflight.html", report=self, alone=False)
 
     def page(self) -> str:
         """One HTML file, without scripts and without anything from elsewhere."""
-        title = escape(f"Pre-flight: {self.what} on {self.topology}")
-        verdict = f'<p class="verdict {"good" if self.fits else "bad"}">{escape(self.verdict)}</p>'
-        return (
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head><body>'
-            f"<h1>{title}</h1>{verdict}{self.section()}</body></html>\n"
-        )
+        return page("tools/preflight.html", report=self, alone=True)
 
     @staticmethod
     def _needed(graph: StepReport, held: int) -> int:
@@ -404,7 +379,8 @@ class PreflightReport:
         header = ["step", "arguments", "operations", "time at the peak"]
         return [title, *table(header, rows, width=width, right=[1, 2, 3])]
 
-    def _attempts(self, width: int) -> list[str]:
+    def attempt_lines(self, width: int) -> list[str]:
+        """The attempts as lines of a table."""
         rows = [
             [
                 item.change,

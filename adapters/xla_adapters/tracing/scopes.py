@@ -9,8 +9,7 @@ from typing import Any, Self
 import torch
 
 from xla_adapters.errors import UnsupportedOptionError
-from xla_adapters.runtime import get_runtime
-from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime import eager, get_runtime
 from xla_adapters.tracing.activation_checkpointing import checkpointing_on_device
 from xla_adapters.tracing.placeholders.scope import PlaceholderScope
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, ScopeReport

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, update
 from tests.replay.reachable.program import Built, Loop, program
 
 
@@ -23,11 +23,7 @@ def nothing_around() -> Built:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.cross_entropy(model(x), y), optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -62,11 +58,7 @@ def saving_compressed() -> Built:
     saving = _Saving()
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.mse_loss(torch.tanh(model(x)), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.mse_loss(torch.tanh(model(x)), y), optimizer)
 
     return Loop(
         step=train_step,
@@ -99,11 +91,7 @@ def dispatch_mode_of_its_own() -> Built:
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with damping:
             output = torch.tanh(model(x))
-        loss = F.mse_loss(output, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.mse_loss(output, y), optimizer)
 
     return Loop(step=train_step, batch=regressed, model=model, optimizers=(optimizer,))
 
@@ -117,10 +105,7 @@ def environment_read() -> Built:
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(model(x), y) * float(os.environ.get("LOSS_SCALE", "1"))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -135,11 +120,7 @@ def autocast_inside() -> Built:
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.autocast(DEVICE, dtype=dtype, enabled=enabled):
             output = model(x)
-        loss = F.cross_entropy(output.float(), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.cross_entropy(output.float(), y), optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -151,10 +132,6 @@ def noise_from_the_host() -> Built:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.mse_loss(model(x + torch.randn(x.shape).to(x.device) * 0.1), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.mse_loss(model(x + torch.randn(x.shape).to(x.device) * 0.1), y), optimizer)
 
     return Loop(step=train_step, batch=regressed, model=model, optimizers=(optimizer,))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, update
 from tests.replay.reachable.program import Built, Loop, program
 
 
@@ -20,11 +20,7 @@ def _stepped(model: nn.Module, batch: Any = classified) -> Built:
     criterion = F.cross_entropy if batch is classified else F.mse_loss
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(criterion(model(x), y), optimizer)
 
     return Loop(step=train_step, batch=batch, model=model, optimizers=(optimizer,))
 
@@ -146,10 +142,7 @@ def attribute_dictionary() -> Built:
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(model(x), y) * config.weight + config.inner * model.bias.square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -197,10 +190,7 @@ def instances_by_metaclass() -> Built:
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = F.mse_loss(model(x), y) * (1.0 if isinstance(part, Enabled) else 0.25)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=regressed, model=model, optimizers=(optimizer,))
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, update
 from tests.replay.reachable.program import Built, Loop, program
 
 NOISE = SimpleNamespace(scale=1.0)
@@ -32,11 +32,7 @@ def batch_with_a_method() -> Built:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(batch: Pair) -> torch.Tensor:
-        loss = F.cross_entropy(model(batch.scaled()), batch.y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.cross_entropy(model(batch.scaled()), batch.y), optimizer)
 
     return Loop(
         step=train_step, batch=lambda number: (Pair(*classified(number)),), model=model, optimizers=(optimizer,)
@@ -62,11 +58,7 @@ def batch_with_a_property() -> Built:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(batch: Weighted) -> torch.Tensor:
-        loss = F.mse_loss(model(batch.x), batch.y) * batch.weight
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.mse_loss(model(batch.x), batch.y) * batch.weight, optimizer)
 
     return Loop(
         step=train_step, batch=lambda number: (Weighted(*regressed(number)),), model=model, optimizers=(optimizer,)
@@ -98,10 +90,7 @@ def dict_batch_with_attributes() -> Built:
 
     def train_step(features: Features) -> torch.Tensor:
         loss = F.cross_entropy(model(features["x"]) / features.temperature, features["y"])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=batch, model=model, optimizers=(optimizer,), roots={"collator": collator})
 
@@ -124,11 +113,7 @@ def dataclass_batch() -> Built:
     def train_step(example: Example) -> torch.Tensor:
         output = model(example.x)
         loss = F.cross_entropy(output, example.y) if example.task == "ce" else output.square().mean()
-        loss = loss * example.weight
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss * example.weight, optimizer)
 
     def batch(number: int) -> tuple[Example]:
         x, y = classified(number)
@@ -146,10 +131,7 @@ def batch_with_numbers() -> Built:
 
     def train_step(x: torch.Tensor, y: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
         loss = F.cross_entropy(model(x), y, reduction=extra["reduction"]) * extra["weight"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(
         step=train_step,

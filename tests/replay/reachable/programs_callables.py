@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, update
 from tests.replay.reachable.program import Built, Loop, program
 
 
@@ -27,10 +27,7 @@ def tasks_mapped() -> Built:
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         output = model(x)
         loss = torch.stack(list(map(lambda task: task.weight * F.cross_entropy(output, y), tasks))).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -52,11 +49,7 @@ def heads_filtered() -> Built:
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         output = model(x)
         used = len(list(filter(lambda head: head.enabled, heads)))
-        loss = F.mse_loss(output, y) * used
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.mse_loss(output, y) * used, optimizer)
 
     return Loop(step=train_step, batch=regressed, model=model, optimizers=(optimizer,))
 
@@ -72,10 +65,7 @@ def heads_sorted() -> Built:
         first = sorted(heads, key=lambda head: head.order)[0]
         widest = max(heads, key=lambda head: head.scale)
         loss = F.mse_loss(model(x), y) * first.scale + model.bias.abs().sum() * widest.scale
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=regressed, model=model, optimizers=(optimizer,))
 
@@ -89,11 +79,7 @@ def penalties_by_lambda() -> Built:
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         terms = map(lambda item: item["rate"] * model[item["layer"]].weight.square().sum(), penalties.values())
-        loss = F.cross_entropy(model(x), y) + sum(terms)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.cross_entropy(model(x), y) + sum(terms), optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -110,11 +96,7 @@ def partial_loss() -> Built:
     criterion = functools.partial(_smoothed, smoothing=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(criterion(model(x), y), optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -139,10 +121,6 @@ def loss_by_name() -> Built:
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         output = model(x)
-        loss = F.cross_entropy(output, y) + LOSSES[CHOICE](output)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.cross_entropy(output, y) + LOSSES[CHOICE](output), optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))

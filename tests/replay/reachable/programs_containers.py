@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, update
 from tests.replay.reachable.program import Built, Loop, program
 
 
@@ -30,11 +30,7 @@ def stages_compared() -> Built:
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         scale = 0.1 if stages == [Stage(), Stage()] else 1.0
-        loss = F.cross_entropy(model(x), y) * scale
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.cross_entropy(model(x), y) * scale, optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -57,10 +53,7 @@ def phase_in_list() -> Built:
         loss = F.mse_loss(model(x), y)
         if current in regularized:
             loss = loss + 0.1 * model.weight.square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=regressed, model=model, optimizers=(optimizer,))
 
@@ -91,10 +84,7 @@ def active_criteria() -> Built:
         scale = 0.5 if any(criteria) else 2.0
         used = list(filter(None, criteria))
         loss = F.mse_loss(output, y) * scale + 0.1 * len(used) * output.square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=regressed, model=model, optimizers=(optimizer,))
 
@@ -123,11 +113,7 @@ def shares_added() -> Built:
     shares = (Share(0.5), Share(0.25), Share(1.0))
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(x), y) / sum(shares)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.cross_entropy(model(x), y) / sum(shares), optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -155,10 +141,7 @@ def variant_by_text() -> Built:
         loss = F.cross_entropy(output, y) if key == "ce/mean" else output.square().sum() * 0.01
         if " ".join(map(str, variants.values())) != "ce mean":
             loss = loss * 0.5
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -180,10 +163,7 @@ def sorted_by_priority() -> Built:
         first = sorted(priorities)[0]
         highest = max(priorities)
         loss = F.mse_loss(model(x), y) * first.weight + highest.weight * model.bias.square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=regressed, model=model, optimizers=(optimizer,))
 
@@ -211,9 +191,6 @@ def sources_of_data() -> Built:
         loss = F.cross_entropy(model(x), y) * (1.0 if wanted else 0.2)
         if config["sources"].count(Source()) != 1:
             loss = loss + model.weight.abs().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))

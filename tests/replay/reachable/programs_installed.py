@@ -10,7 +10,7 @@ from reachable_helpers.schedules import LossWeight, Mixing, Registry, Temperatur
 from torch import nn
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, update
 from tests.replay.reachable.program import Built, Loop, program
 
 
@@ -23,10 +23,7 @@ def helper_weight() -> Built:
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(model(x), y) + weight.current() * model.weight.square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -39,11 +36,7 @@ def helper_property() -> Built:
     temperature, registry = Temperature(), Registry()
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(x) / temperature.value, y) * registry["ce"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.cross_entropy(model(x) / temperature.value, y) * registry["ce"], optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -56,11 +49,7 @@ def gated_by_helper() -> Built:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.cross_entropy(model(x), y), optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -72,11 +61,7 @@ def counter_of_a_module() -> Built:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.mse_loss(model(x), y), optimizer)
 
     return Loop(step=train_step, batch=regressed, model=model, optimizers=(optimizer,))
 
@@ -88,11 +73,7 @@ def meter_of_a_module() -> Built:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.mse_loss(model(x), y), optimizer)
 
     return Loop(step=train_step, batch=regressed, model=model, optimizers=(optimizer,))
 
@@ -109,9 +90,6 @@ def mixed_by_helper() -> Built:
         loss = F.mse_loss(model(x), y) * mixing.main
         if mixing.enabled:
             loss = loss + mixing.auxiliary * model.weight.abs().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=regressed, model=model, optimizers=(optimizer,))

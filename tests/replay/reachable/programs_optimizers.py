@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, update
 from tests.replay.reachable.program import Built, Loop, program
 
 
@@ -21,11 +21,7 @@ def _trained(make: Callable[[Any], Optimizer]) -> Built:
     optimizer = make(model.parameters())
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.cross_entropy(model(x), y), optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, tokens
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, tokens, update
 from tests.replay.reachable.program import Built, Loop, program
 
 
@@ -81,11 +81,7 @@ def language_model() -> Built:
 
     def train_step(ids: torch.Tensor) -> torch.Tensor:
         logits = model(ids)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), optimizer)
 
     return Loop(step=train_step, batch=tokens, model=model, optimizers=(optimizer,))
 
@@ -133,10 +129,7 @@ def config_dataclass() -> Built:
             loss = logits.square().mean()
         for column in config.classes:
             loss = loss + config.weights["auxiliary"] * logits[:, column].mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss, optimizer)
 
     return Loop(step=train_step, batch=classified, model=model, optimizers=(optimizer,))
 
@@ -183,11 +176,7 @@ def teacher_and_student() -> Built:
             target = F.softmax(teacher(x) / temperature, -1)
         logits = student(x)
         soft = F.kl_div(F.log_softmax(logits / temperature, -1), target, reduction="batchmean")
-        loss = alpha * soft + (1 - alpha) * F.cross_entropy(logits, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(alpha * soft + (1 - alpha) * F.cross_entropy(logits, y), optimizer)
 
     return Loop(step=train_step, batch=classified, model=nn.ModuleList([student, teacher]), optimizers=(optimizer,))
 
@@ -203,11 +192,7 @@ def two_groups_warmup() -> Built:
     schedule = LambdaLR(optimizer, lambda step: min(1.0, step / warmup))
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.cross_entropy(model(x), y), optimizer)
 
     return Loop(
         step=train_step,
@@ -234,11 +219,7 @@ def parametrized_weight() -> Built:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(F.mse_loss(model(x), y), optimizer)
 
     return Loop(step=train_step, batch=regressed, model=model, optimizers=(optimizer,))
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, update
 from tests.replay.reachable.program import Built, Loop, program
 
 
@@ -18,11 +18,7 @@ def _stepped(model: nn.Module, loss_of: Any, batch: Any = classified, lr: float 
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(loss_of(x, y), optimizer)
 
     return Loop(step=train_step, batch=batch, model=model, optimizers=(optimizer,))
 

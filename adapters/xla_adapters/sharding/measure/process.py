@@ -25,8 +25,7 @@ import torch
 from torch.utils import _pytree
 
 from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
-from xla_adapters.runtime import get_runtime
-from xla_adapters.runtime.modes import eager
+from xla_adapters.runtime import eager, get_runtime
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.sharding.hlo import read_hlo
 from xla_adapters.sharding.hlo_text import read_memory_report

@@ -1,15 +1,16 @@
-"""Models of images: diffusion, classification by timm, segmentation."""
+"""Models of other libraries than transformers: diffusers, timm, PyG."""
 
 from __future__ import annotations
 
 import timm
 import torch
-import transformers
 from diffusers import DDPMScheduler, UNet2DConditionModel, UNet2DModel
 from torch import nn
+from torch_geometric.data import Data
+from torch_geometric.nn import GCNConv
+from torch_geometric.transforms import GCNNorm
 
-from benchmarks.ecosystem.model import Model
-from benchmarks.zoo import BATCH, Batch
+from benchmarks.zoo import BATCH, Batch, Model
 
 _PIXELS, _CLASSES, _TEXT_WIDTH = 16, 3, 12
 _STEPS = 1000
@@ -121,38 +122,64 @@ def _pictures(generator: torch.Generator) -> Batch:
     return {"pixel_values": pixels, "labels": torch.randint(0, _CLASSES, (BATCH,), generator=generator)}
 
 
-def _segformer() -> nn.Module:
-    config = transformers.SegformerConfig(
-        num_encoder_blocks=2,
-        depths=[1, 1],
-        sr_ratios=[2, 1],
-        hidden_sizes=[8, 16],
-        patch_sizes=[7, 3],
-        strides=[4, 2],
-        num_attention_heads=[1, 2],
-        mlp_ratios=[2, 2],
-        decoder_hidden_size=16,
-        num_labels=_CLASSES,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        classifier_dropout_prob=0.0,
-        drop_path_rate=0.0,
-    )
-    return transformers.SegformerForSemanticSegmentation(config)
-
-
-def _masks(generator: torch.Generator) -> Batch:
-    labels = torch.randint(0, _CLASSES, (BATCH, 32, 32), generator=generator)
-    # A border that the loss leaves out.
-    labels[:, :2] = 255
-    return {"pixel_values": torch.randn(BATCH, 3, 32, 32, generator=generator), "labels": labels}
-
-
 UNET = Model("diffusers UNet2D", unconditional, _noisy)
 UNET_CONDITION = Model("diffusers UNet2DCondition", conditional, _noisy_with_text)
 TIMM_VIT = Model("timm ViT", _timm_vit, _pictures)
 TIMM_CONVNEXT = Model("timm ConvNeXt", _timm_convnext, _pictures)
 TIMM_RESNET = Model("timm ResNet", _timm_resnet, _pictures)
-SEGMENTATION = Model(
-    "segmentation (Segformer)", _segformer, _masks, lambda: str(transformers.SegformerForSemanticSegmentation)
-)
+
+
+# All batches are one graph, as in PyG's first example, with other labels.
+_NODES, _EDGES, _FEATURES = 24, 60, 8
+_IGNORED = -100
+
+
+class GCN(nn.Module):
+    """Two layers.
+
+    Args:
+        normalize: whether the layers normalize the edges in each step. Otherwise `GCNNorm` has done so with the data.
+    """
+
+    def __init__(self, normalize: bool) -> None:
+        super().__init__()
+        self.first = GCNConv(_FEATURES, 16, normalize=normalize)
+        self.second = GCNConv(16, _CLASSES, normalize=normalize)
+
+    def forward(
+        self, x: torch.Tensor, edge_index: torch.Tensor, labels: torch.Tensor, edge_weight: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        hidden = self.first(x, edge_index, edge_weight).relu()
+        logits = self.second(hidden, edge_index, edge_weight)
+        return {"loss": nn.functional.cross_entropy(logits, labels, ignore_index=_IGNORED), "logits": logits}
+
+
+def _graph(generator: torch.Generator) -> Data:
+    # The edges are the same in each batch.
+    edges = torch.randint(0, _NODES, (2, _EDGES), generator=torch.Generator().manual_seed(1))
+    labels = torch.randint(0, _CLASSES, (_NODES,), generator=generator)
+    # Instead of `train_mask`, whose number of nodes would shape the step.
+    labels[_NODES // 2 :] = _IGNORED
+    return Data(torch.randn(_NODES, _FEATURES, generator=generator), edges, y=labels)
+
+
+def _as_it_is(generator: torch.Generator) -> Batch:
+    graph = _graph(generator)
+    return {"x": graph.x, "edge_index": graph.edge_index, "labels": graph.y}
+
+
+def _normalized(generator: torch.Generator) -> Batch:
+    graph = GCNNorm()(_graph(generator))
+    return {"x": graph.x, "edge_index": graph.edge_index, "edge_weight": graph.edge_weight, "labels": graph.y}
+
+
+def _normalizing() -> nn.Module:
+    return GCN(normalize=True)
+
+
+def _without() -> nn.Module:
+    return GCN(normalize=False)
+
+
+GCN_NORMALIZING = Model("PyG GCN", _normalizing, _as_it_is)
+GCN_NORMALIZED = Model("PyG GCN (edges normalized with the data)", _without, _normalized)
