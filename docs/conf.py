@@ -17,7 +17,7 @@ project = "xla-adapters"
 copyright = "the xla-adapters authors"
 version = release = version_of("xla-adapters")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 # No page loads anything from elsewhere.

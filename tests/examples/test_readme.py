@@ -42,6 +42,7 @@ _NOT_RUN = {
 }
 # What these pages import beside the packages of `dev`.
 _NEEDS = {
+    "docs/guides/after_training.md": "onnxscript",
     "docs/guides/diffusers.md": "diffusers",
     "docs/guides/peft.md": "peft",
     "docs/guides/recipes.md": "datasets",
