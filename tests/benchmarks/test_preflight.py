@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import preflight, report
 from benchmarks.preflight import Row, table_of, targets
+from tests.isolation import isolated
 
 
 def _row(plan: str, sent: float | None, *, chosen: bool = False, model: str = "m", **options: Any) -> Row:
@@ -64,3 +68,25 @@ def test_a_model_that_fits_nowhere_is_a_row(monkeypatch: pytest.MonkeyPatch) -> 
     (row,) = preflight.rows_of("gpt2", "v5e:2x4", options, None)  # type: ignore[arg-type]
     assert not row.fits
     assert row.remark == "too little memory"
+
+
+@isolated
+def test_predictions_are_a_table_of_models_and_slices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--predict", "--layers", "2", "--models", "gpt2,whisper", "--topologies", "v5e:2x2,v6e:2x2"]
+    rows = ["--rows-each", "1", "--gradient-checkpointing", "--json", str(tmp_path / "found.json")]
+    assert preflight.main([*command, *rows]) == 0
+    head, _, gpt2, whisper = capsys.readouterr().out.splitlines()[:4]
+    assert head == "| model | v5e:2x2 | v6e:2x2 |"
+    assert re.fullmatch(r"\| gpt2 (\| (planner|dp|fsdp|tp|2d) \dx\d, \d+\.\d GB ){2}\|", gpt2)
+    assert whisper.startswith("| whisper | ")
+    cells = json.loads((tmp_path / "found.json").read_text())["results"]["cells"]
+    assert [cell["rows"] for cell in cells] == [4] * 4
+
+
+@isolated
+def test_where_no_plan_fits_the_least_memory_is_said() -> None:
+    options = argparse.Namespace(layers=2, dtype="float32", rows_each=4096, gradient_checkpointing=False)
+    found = preflight.predicted("gpt2", "v5e:1x1", options)
+    assert found.plan is None
+    assert str(found) == f"no ({found.memory / 1e9:.1f} GB)"
+    assert found.memory > 16e9

@@ -34,6 +34,7 @@ _NOT_RUN = {
     "docs/guides/preflight.md": 2,
     "docs/guides/ranks.md": 4,
     "docs/guides/warm_start.md": 3,
+    "docs/guides/which_slice.md": 1,
     "docs/install.md": 3,
     "docs/reference/cli.md": 3,
     "docs/results/performance.md": 1,
