@@ -110,6 +110,11 @@ def _cpu_batch() -> None:
     torch.nn.Linear(2, 2).to("xla")(torch.ones(1, 2))
 
 
+def _convolution() -> None:
+    xla_adapters.initialize()
+    torch.nn.Conv1d(1, 8, 5).to("xla")(torch.ones(8, 1, 32))
+
+
 def _early_backward() -> None:
     import torch_xla  # noqa: F401 (registers the device)
 
@@ -135,11 +140,11 @@ def _spawn() -> None:
     xla_multiprocessing.spawn(_cpu_batch, nprocs=2)
 
 
-@pytest.mark.parametrize("provoke", [_cpu_batch, _early_backward, _fused, _export, _spawn])
+@pytest.mark.parametrize("provoke", [_cpu_batch, _convolution, _early_backward, _fused, _export, _spawn])
 @isolated
 def test_messages_of_torch_are_as_the_page_has_them(provoke: Callable[[], None]) -> None:
     headings = re.findall(r"^### (.*)$", MESSAGES.read_text().partition("## Messages of this package")[0], re.MULTILINE)
-    assert len(headings) == 11
+    assert len(headings) == 13
     said = [heading.replace("`", "").split("…") for heading in headings]
     with pytest.raises((RuntimeError, ValueError)) as raised:
         provoke()
