@@ -10,6 +10,9 @@ optimizer state alone are larger than a device's memory is not compiled.
 With --architectures, the tiny models of `benchmarks.zoo` instead, under FSDP; --bf16 traces them under bfloat16
 autocast. Those that do not compile are listed with the reason.
 
+`--predict` compiles nothing, and needs no libtpu: what the planner picks for each model and slice, and the bytes that
+it predicts on a device. `--rows-each` and `--gradient-checkpointing` belong to it.
+
 Compiles take minutes. Results are kept in `--folder`, so that a run that was stopped, or runs for single `--models` and
 `--topologies`, can be put together by another.
 """
@@ -20,6 +23,7 @@ import functools
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -40,6 +44,7 @@ from xla_adapters.sharding import (
     MEASURED_PLANS,
     ShardingConfig,
     ShardingPlan,
+    checkpoint_activations,
     default_mesh,
     make_plan,
     template,
@@ -227,6 +232,62 @@ def targets(made: report.Report, rows: list[Row]) -> None:
     made.target("memory predicted within 10%, of all", sum(near) / len(near) if near else None, "at least", 0.9)
 
 
+@dataclass
+class Prediction:
+    """What the planner picks for a model on a slice. Sizes are bytes on one device.
+
+    Attributes:
+        plan: its name and mesh; None if no plan fits.
+        memory: of the plan; if none fits, the least that any takes.
+        rows: of the batch, on all devices together.
+    """
+
+    model: str
+    topology: str
+    rows: int
+    plan: str | None
+    memory: float
+
+    def __str__(self) -> str:
+        size = f"{self.memory / 1e9:.1f} GB"
+        return f"no ({size})" if self.plan is None else f"{self.plan}, {size}"
+
+
+def predicted(name: str, topology: str, options: Any) -> Prediction:
+    """What the planner picks, without a compile."""
+    devices = Target.parse(topology).devices
+    size = REAL_SIZES[name]
+    rows = size.batch if options.rows_each is None else options.rows_each * devices
+    model, batch = of_real_size(name, options.layers, rows)
+    model.to(getattr(torch, options.dtype))
+    if options.gradient_checkpointing:
+        checkpoint_activations(model)
+    config = ShardingConfig(topology=topology, measure_top_k=0)
+    try:
+        plan = make_plan(model, config, devices, example=lambda: batch, around=as_if_compiling)
+    except ConfigError as error:
+        least = re.search(r"smallest that any plan for \d+ devices takes is (\d+) bytes", str(error))
+        if least is None:
+            raise
+        return Prediction(name, topology, rows, None, float(least[1]))
+    assert plan.predicted is not None
+    mesh = "x".join(map(str, plan.mesh.shape))
+    return Prediction(name, topology, rows, f"{plan.name} {mesh}", plan.predicted.memory_bytes)
+
+
+def predict(made: report.Report, options: Any) -> int:
+    """Predicts each cell, and prints them as a table of models and slices."""
+    slices, cells = options.topologies.split(","), {}
+    for name in options.models.split(","):
+        for topology in slices:
+            cells[name, topology] = predicted(name, topology, options)
+            made.results["cells"] = [asdict(cell) for cell in cells.values()]
+            made.save(options)
+    names = dict.fromkeys(name for name, _ in cells)
+    print(report.markdown(["model", *slices], [[name, *(str(cells[name, each]) for each in slices)] for name in names]))
+    return made.finish(options)
+
+
 def main(command: list[str] | None = None) -> int:
     """The program."""
     parser = report.parser(str(__doc__))
@@ -238,9 +299,14 @@ def main(command: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of parameters (float32)")
     parser.add_argument("--top", type=int, default=MEASURED_PLANS, help=f"of the planner's plans ({MEASURED_PLANS})")
     parser.add_argument("--timeout", type=float, default=900, help="seconds to trace, and to compile, each plan (900)")
+    parser.add_argument("--predict", action="store_true", help="compile nothing: what the planner picks")
+    parser.add_argument("--rows-each", type=int, help="rows of the batch for each device, instead of a batch for all")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="keep one activation per layer")
     parser.add_argument("--folder", type=Path, help="keeps results, for the next run (a temporary one)")
     options = parser.parse_args(command)
     made = report.Report("preflight", settings={name: str(value) for name, value in vars(options).items()})
+    if options.predict:
+        return predict(made, options)
     made.settings["libtpu"] = Compiler.find().version
     rows: list[Row] = []
     if tiny := [] if options.architectures is None else zoo.named(options.architectures):

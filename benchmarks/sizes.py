@@ -20,6 +20,8 @@ _HIDDEN_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
 # Images are drawn a few times and repeated.
 _IMAGES = 4
+# Of Whisper large v3; and how many windows half a minute has.
+_MEL_BINS, _WINDOWS = 128, 3000
 
 
 def _no_more(size: Size) -> dict[str, Any]:
@@ -37,6 +39,7 @@ class Family:
         length: the option for the most tokens of a text, if there is one.
         grows: an MLP's width, as a multiple of the model's.
         images: whether it takes images; else texts.
+        sounds: whether it takes sounds of half a minute, beside the texts that it writes.
         classes: whether it predicts a class for each row; else tokens.
         more: further options of the config.
     """
@@ -47,12 +50,18 @@ class Family:
     length: str | None = "max_position_embeddings"
     grows: float = 4
     images: bool = False
+    sounds: bool = False
     classes: bool = False
     more: Callable[[Size], dict[str, Any]] = _no_more
 
 
 def _image_options(size: Size) -> dict[str, Any]:
     return {"image_size": size.pixels, "patch_size": size.patch, "num_labels": size.classes}
+
+
+def _decoder_like_encoder(size: Size) -> dict[str, Any]:
+    decoder = {"layers": size.layers, "attention_heads": size.heads, "ffn_dim": int(4 * size.width)}
+    return {**{f"decoder_{name}": value for name, value in decoder.items()}, "num_mel_bins": _MEL_BINS}
 
 
 FAMILIES = {
@@ -95,6 +104,14 @@ FAMILIES = {
         ("dropout_rate",),
         None,
         more=lambda size: {"d_kv": size.width // size.heads, "decoder_start_token_id": 0},
+    ),
+    "whisper": Family(
+        "WhisperForConditionalGeneration",
+        ("encoder_layers", "d_model", "encoder_attention_heads", "encoder_ffn_dim"),
+        ("dropout",),
+        "max_target_positions",
+        sounds=True,
+        more=_decoder_like_encoder,
     ),
     VIT: Family(
         "ViTForImageClassification",
@@ -192,6 +209,8 @@ class Size:
         if self._images:
             return {"pixel_values": torch.zeros(self.batch, 3, self.pixels, self.pixels), "labels": classes}
         tokens = torch.zeros(self.batch, self.length, dtype=torch.long)
+        if FAMILIES[self.family].sounds:
+            return {"input_features": torch.zeros(self.batch, _MEL_BINS, _WINDOWS), "labels": tokens}
         return {"input_ids": tokens, "labels": classes if FAMILIES[self.family].classes else tokens.clone()}
 
 
@@ -254,7 +273,7 @@ def sizes(text: str, **options: Any) -> list[Size]:
 _NO_CACHE = ("use_cache", False)
 _LONG = ("max_position_embeddings", 4096)
 # GPT-2 of 124 million parameters, Llama 3.2 of 1 billion and Llama 3 of 8 (without tied weights), GPT-Neo of 1.3, a
-# Mixtral-like of 1.2 with 8 experts, ViT-L/16, T5 large; all without dropout.
+# Mixtral-like of 1.2 with 8 experts, ViT-L/16, T5 large, Whisper large v3 (1.5); all without dropout.
 REAL_SIZES = {
     "gpt2": Size(12, 768, 1024, 16, 50257, 12, 0.0, options=(_NO_CACHE,)),
     "llama-1b": Size(
@@ -277,6 +296,7 @@ REAL_SIZES = {
     "mixtral": Size(*(12, 1024, 1024, 16, 32000, 16, 0.0), family="mixtral", grows=3.5, options=(_NO_CACHE, _LONG)),
     "vit": Size(24, 1024, batch=128, heads=16, dropout=0.0, family=VIT, classes=1000, pixels=224, patch=16),
     "t5": Size(24, 1024, 512, 16, 32128, 16, 0.0, family="t5", options=(_NO_CACHE,)),
+    "whisper": Size(32, 1280, 448, 16, 51866, 20, 0.0, family="whisper", options=(_NO_CACHE,)),
 }
 # Families that sharding is measured with, and options of the model that are theirs alone.
 _TO_SHARD: dict[str, dict[str, Any]] = {
@@ -306,14 +326,15 @@ def to_shard(family: str, *, width: int, layers: int = 2, rows: int = 16) -> tup
     return size.model(), size.example()
 
 
-def of_real_size(name: str, layers: int = 0) -> tuple[nn.Module, Batch]:
+def of_real_size(name: str, layers: int = 0, rows: int = 0) -> tuple[nn.Module, Batch]:
     """A model without weights, on the meta device, and a batch.
 
     Args:
         name: one of `REAL_SIZES`.
         layers: how many; 0 for those of the real size.
+        rows: of the batch; 0 likewise.
     """
     size = REAL_SIZES[name]
     with torch.device("meta"):
-        size = dataclasses.replace(size, layers=layers or size.layers)
+        size = dataclasses.replace(size, layers=layers or size.layers, batch=rows or size.batch)
         return size.model(), size.example()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -9,6 +10,8 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
+# furo's styles come from a package that has all loggers say everything.
+logging.getLogger("xla_adapters").setLevel(logging.WARNING)
 # What imports torch_xla starts nothing, but looks for devices.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("adapters", "")]
@@ -17,15 +20,20 @@ project = "xla-adapters"
 copyright = "the xla-adapters authors"
 version = release = version_of("xla-adapters")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 # No page loads anything from elsewhere.
 html_static_path: list[str] = []
+# Prompts and outputs are not copied.
+copybutton_exclude = ".linenos, .gp, .go"
 # Anchors of headings, by which pages link into each other.
 myst_heading_anchors = 3
 
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+# A longer one has a line for each argument.
+maximum_signature_line_length = 100
 # Those of the frameworks are theirs.
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"

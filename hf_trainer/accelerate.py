@@ -33,6 +33,7 @@ from xla_adapters.runtime import check_mode, eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.sharding import Sharder, ShardingConfig
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, make_plain
+from xla_adapters.tracing.optimizers import keep_own_kernels
 from xla_adapters.utils.nested_values import tensors_in
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import keeping_parameters
@@ -207,6 +208,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             prepared: AcceleratedOptimizer = super().prepare_optimizer(optimizer, *args, **kwargs)
         if is_new:
             self._steps.note_optimizer(prepared.optimizer)
+            keep_own_kernels(prepared.optimizer)
             step = prepared.step
 
             def discarding_step(optimizer: AcceleratedOptimizer, closure: Any = None) -> Any:
@@ -398,7 +400,8 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     # Before accelerate keeps them for the whole process.
     if arguments.get("cpu"):
         raise UnsupportedOptionError(
-            "cpu=True: leave it out (PJRT_DEVICE=CPU runs XLA on the CPU), or use accelerate's own Accelerator"
+            "cpu=True: leave it out (PJRT_DEVICE=CPU runs XLA on the CPU). The plain CPU takes accelerate's own "
+            "Accelerator, and where torch_xla is installed USE_TORCH_XLA=0 in the environment"
         )
     precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if str(precision) not in ("no", "bf16"):

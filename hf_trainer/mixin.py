@@ -15,7 +15,7 @@ from hf_trainer.libraries import before_log
 from hf_trainer.model import OptimizerChoice, bfloat16_autocast, prepare_for_xla
 from hf_trainer.options import TrainerOptions, XLAArguments, check_arguments, check_optimizer, take_fsdp, take_options
 from hf_trainer.patches import correct_process_index, give_device_to_accelerate, trainer_patches
-from hf_trainer.resume import keeping_numbers_of_data
+from hf_trainer.resume import keeping_numbers_of_data, numbers_of_another_device_allowed
 from xla_adapters import XLAConfig
 from xla_adapters.checkpoint import CheckpointConfig, naming_failed_writes
 from xla_adapters.data.shapes import ShapePolicy
@@ -316,7 +316,7 @@ class XLATrainerMixin(_Base):
         self._xla.sharded_checkpoints.load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with keeping_numbers_of_data(self), only_values(checkpoint):
+        with keeping_numbers_of_data(self), only_values(checkpoint), numbers_of_another_device_allowed(checkpoint):
             super()._load_rng_state(checkpoint)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from xla_adapters.utils.host_random import host_random_numbers_kept
 from xla_adapters.utils.unpickling import load_values
 
 EXACT_RESUME = "xla_adapters.trainer.pt"
+
+_log = logging.getLogger(__name__)
 
 
 def unlogged_loss(trainer: transformers.Trainer) -> float:
@@ -92,6 +96,24 @@ def keeping_numbers_of_data(trainer: transformers.Trainer) -> AbstractContextMan
     if isinstance(loader, DeviceLoader) and loader.position.goes_on_in_epoch:
         return host_random_numbers_kept()
     return nullcontext()
+
+
+@contextmanager
+def numbers_of_another_device_allowed(checkpoint: str | None) -> Iterator[None]:
+    """Around `Trainer._load_rng_state`, which fails if the checkpoint was saved on a CPU or a GPU.
+
+    transformers has set the random numbers of the host by then. Those of the device begin at the training's seed.
+    """
+    try:
+        yield
+    except KeyError as error:
+        if error.args != ("xla",):
+            raise
+        _log.warning(
+            "%s was saved on another kind of device: it has no random numbers of this one, which begin at the seed of "
+            "the training. Dropout differs from that of the other run; weights, optimizer and data go on",
+            checkpoint,
+        )
 
 
 class ResumedCounts:

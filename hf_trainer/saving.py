@@ -30,6 +30,7 @@ from xla_adapters.runtime import eager, patches
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import for_first_rank
 from xla_adapters.sharding.state import load_optimizer, optimizer_state, save_state, write_safetensors
+from xla_adapters.tracing.optimizers import keep_own_kernels
 from xla_adapters.utils.nested_values import identity, tensors_in
 from xla_adapters.utils.nested_values import replaced as with_leaves
 from xla_adapters.utils.patching import replaced
@@ -417,6 +418,8 @@ class ShardedCheckpoints:
         if self._sharding.ranks is not None:
             self._sharding.ranks.share_state(self._optimizer)
         if checkpoint is None or not (Path(checkpoint) / OPTIMIZER_FOLDER).is_dir():
+            if checkpoint is not None and (optimizer := innermost(self._trainer.optimizer)) is not None:
+                keep_own_kernels(optimizer)
             with eager(False), only_values(checkpoint):
                 self._base._load_optimizer_and_scheduler(checkpoint)
             return

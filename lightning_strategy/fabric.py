@@ -36,7 +36,7 @@ from xla_adapters.config import XLAOptions
 from xla_adapters.data.shapes import ShapePolicy
 from xla_adapters.errors import BreakKind
 from xla_adapters.runtime.transfers import uploading
-from xla_adapters.tracing.optimizers import eager_reason
+from xla_adapters.tracing.optimizers import eager_reason, keep_own_kernels
 from xla_adapters.tracing.step_scope import current_scope
 from xla_adapters.utils.torch_modes import as_if_compiling, keeping_parameters
 
@@ -430,6 +430,7 @@ class XLAEagerFabricStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: i
             UnsupportedOptionError: it is a fused one.
         """
         check_fused(optimizer)
+        keep_own_kernels(optimizer)
         self._steps.note_optimizer(optimizer)
         return super().setup_optimizer(optimizer)
 

@@ -54,6 +54,7 @@ from xla_adapters.errors import hide_own_frames
 from xla_adapters.insight.run_report import RunReport
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import accept_placements, for_first_rank
+from xla_adapters.tracing.optimizers import keep_own_kernels
 from xla_adapters.utils.torch_modes import as_if_compiling
 
 if TYPE_CHECKING:
@@ -369,6 +370,7 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             check_fused(optimizer)
+            keep_own_kernels(optimizer)
             if self._ranks is not None:
                 self._ranks.share_state(optimizer)
 

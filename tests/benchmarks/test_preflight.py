@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 
 from benchmarks import preflight, report, zoo
 from benchmarks.preflight import Row, table_of, targets
+from tests.isolation import isolated
 from xla_adapters.sharding.measure import PlanResult
 
 
@@ -88,3 +91,25 @@ def test_an_architecture_that_cannot_be_compiled_is_a_row(tmp_path: Path, monkey
     (row,) = preflight.rows_of_tiny(zoo.named("GPT-2")[0], options, "v5e:2x2", preflight.Recorder(tmp_path, 60))
     assert not row.fits
     assert "this model reads" in table_of([row])
+
+
+@isolated
+def test_predictions_are_a_table_of_models_and_slices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--predict", "--layers", "2", "--models", "gpt2,whisper", "--topologies", "v5e:2x2,v6e:2x2"]
+    rows = ["--rows-each", "1", "--gradient-checkpointing", "--json", str(tmp_path / "found.json")]
+    assert preflight.main([*command, *rows]) == 0
+    head, _, gpt2, whisper = capsys.readouterr().out.splitlines()[:4]
+    assert head == "| model | v5e:2x2 | v6e:2x2 |"
+    assert re.fullmatch(r"\| gpt2 (\| (planner|dp|fsdp|tp|2d) \dx\d, \d+\.\d GB ){2}\|", gpt2)
+    assert whisper.startswith("| whisper | ")
+    cells = json.loads((tmp_path / "found.json").read_text())["results"]["cells"]
+    assert [cell["rows"] for cell in cells] == [4] * 4
+
+
+@isolated
+def test_where_no_plan_fits_the_least_memory_is_said() -> None:
+    options = argparse.Namespace(layers=2, dtype="float32", rows_each=4096, gradient_checkpointing=False)
+    found = preflight.predicted("gpt2", "v5e:1x1", options)
+    assert found.plan is None
+    assert str(found) == f"no ({found.memory / 1e9:.1f} GB)"
+    assert found.memory > 16e9

@@ -19,7 +19,9 @@ from pathlib import Path
 import datasets
 import pytest
 
+import xla_adapters
 from tests.isolation import outcome_of
+from xla_adapters.errors import explained
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -34,6 +36,7 @@ _NOT_RUN = {
     "docs/guides/preflight.md": 2,
     "docs/guides/ranks.md": 4,
     "docs/guides/warm_start.md": 3,
+    "docs/guides/which_slice.md": 1,
     "docs/install.md": 3,
     "docs/reference/cli.md": 3,
     "docs/results/performance.md": 1,
@@ -42,6 +45,7 @@ _NOT_RUN = {
 }
 # What these pages import beside the packages of `dev`.
 _NEEDS = {
+    "docs/guides/after_training.md": "onnxscript",
     "docs/guides/diffusers.md": "diffusers",
     "docs/guides/peft.md": "peft",
     "docs/guides/recipes.md": "datasets",
@@ -174,6 +178,12 @@ def test_links_lead_to_files_and_headings() -> None:
 
 def _anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_page_of_the_api_has_each_public_name() -> None:
+    page = PAGES["docs/reference/api.md"].read_text()
+    listed = set(re.findall(r":: xla_adapters\.(\w+)$", page, re.MULTILINE))
+    assert {*xla_adapters.__all__} - {*explained()} <= listed
 
 
 def test_the_readme_is_short() -> None:

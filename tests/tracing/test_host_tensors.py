@@ -75,6 +75,18 @@ def test_others_are_named() -> None:
     assert total.isfinite().item()
 
 
+@pytest.mark.parametrize("given", [torch.Size((3, 3)), torch.Size((8, 3, 32))])
+def test_a_convolution_is_not_computed_on_the_host(given: torch.Size) -> None:
+    """torch refuses a large input with words of its own, and computes a small one on the host."""
+    xla_adapters.initialize()
+    layer = nn.Conv1d(3, 2, 1).to("xla")
+    with pytest.raises(HostTensorError, match=r"conv1d .* argument 1 \(float32"), xla_adapters.step():
+        layer(torch.rand(given))
+    with xla_adapters.step():
+        found = layer(torch.rand(given).to("xla"))
+    assert found.isfinite().all().item()
+
+
 def test_other_errors_stay_as_they_are() -> None:
     xla_adapters.initialize()
     with pytest.raises(RuntimeError, match="size") as caught, xla_adapters.step():

@@ -22,11 +22,17 @@ from xla_adapters.utils.torch_modes import device_type
 _Tensor = torch.Tensor
 _NAMES = ("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "addmm", "addmv", "addbmm", "baddbmm")
 _IN_PLACE = ("addmm_", "addmv_", "addbmm_", "baddbmm_")
+# Of a small input on the host torch computes them there.
+_CONVOLUTIONS = frozenset(
+    getattr(module, f"{name}{rank}d")
+    for module in (functional, torch)
+    for name in ("conv", "conv_transpose")
+    for rank in (1, 2, 3)
+)
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(getattr(_Tensor, name) for name in (*_NAMES, *_IN_PLACE)),
     *(getattr(torch, name) for name in _NAMES),
-    *(getattr(functional, f"{name}{rank}d") for name in ("conv", "conv_transpose") for rank in (1, 2, 3)),
-    *(getattr(torch, f"{name}{rank}d") for name in ("conv", "conv_transpose") for rank in (1, 2, 3)),
+    *_CONVOLUTIONS,
     _Tensor.__matmul__,
     _Tensor.__rmatmul__,
     torch.einsum,
@@ -48,12 +54,15 @@ def refuse_mixed_dtypes(function: Callable[..., Any], args: tuple[Any, ...], kwa
         args, kwargs: its arguments; not changed.
 
     Raises:
+        HostTensorError: a convolution of a tensor on the host with weights on the device.
         RuntimeError: torch's own. Under autocast torch makes the dtypes equal, and nothing is raised.
     """
     compared = PRODUCTS.get(function)
     if compared is None:
         return
     given = [*islice(tensors_in((args, kwargs)), compared)]
+    if function in _CONVOLUTIONS and (mixed := host_tensor_error(function, args, kwargs, device_type())) is not None:
+        raise mixed
     if len({tensor.dtype for tensor in given}) < 2 or any(tensor.device.type != device_type() for tensor in given):
         return
     if torch.is_autocast_enabled(device_type()):

@@ -109,6 +109,26 @@ def needs_no_recording(optimizer: Optimizer) -> bool:
     )
 
 
+def keep_own_kernels(optimizer: Optimizer) -> None:
+    """Has an optimizer ignore `fused` in a state that it loads: one that was saved on a CPU or a GPU may have it.
+
+    torch takes the options of a group from the saved state, and has no fused kernel for XLA.
+
+    Args:
+        optimizer: gets a hook of its `load_state_dict`.
+    """
+    optimizer.register_load_state_dict_pre_hook(_with_own_kernels)
+
+
+def _with_own_kernels(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    # torch compares how many groups there are, after this.
+    own = {index: group["fused"] for index, group in enumerate(optimizer.param_groups) if "fused" in group}
+    groups = [
+        {**group, "fused": own[index]} if index in own else group for index, group in enumerate(saved["param_groups"])
+    ]
+    return {**saved, "param_groups": groups}
+
+
 def warn_eager(optimizer: Optimizer, reason: str, *, with_closure: bool) -> None:
     """Warns that an optimizer runs eagerly, once per class.
 
