@@ -30,8 +30,7 @@ from xla_adapters.tracing.compile_progress import compile_progress
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.graph_analysis import GraphAnalysis
 from xla_adapters.tracing.graph_breaks import GraphBreaks
-from xla_adapters.tracing.graph_history import GraphHistory, StepSignature, history_of
-from xla_adapters.tracing.graph_limit import check_pending_graph
+from xla_adapters.tracing.graph_history import GraphHistory, StepSignature, check_pending_graph, history_of
 from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
 from xla_adapters.tracing.list_updates import ListUpdates, updates_of_lists
 from xla_adapters.tracing.operation_log import OperationLog

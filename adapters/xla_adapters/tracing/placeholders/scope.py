@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.tracing.activation_checkpointing import checkpointing_on_device
 from xla_adapters.tracing.compile_progress import compile_progress
-from xla_adapters.tracing.graph_limit import check_graph
+from xla_adapters.tracing.graph_history import check_graph
 from xla_adapters.tracing.interrupts import at_edge
 from xla_adapters.tracing.placeholders.mode import PlaceholderMode
 from xla_adapters.tracing.placeholders.numbers import Lifting
