@@ -83,10 +83,16 @@ class Loop:
 
     def body(self) -> torch.Tensor:
         loss = self.forward()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        update(loss, self.optimizer)
         return loss
+
+
+def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Backward and update; returns the loss."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 import xla_adapters
+from tests.support import update
 from xla_adapters.replay.compiled_step import CompiledStep
 from xla_adapters.tracing.library_reads import LibraryReads, answering
 
@@ -189,9 +190,7 @@ def test_the_state_of_a_scalar_parameter_costs_no_second_graph() -> None:
         with xla_adapters.count() as counters:
             for _ in range(4):
                 with xla_adapters.step():
-                    (scale * scale).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    update((scale * scale), optimizer)
     assert (counters.compiles, counters.executions) == (1, 4)
 
 
@@ -205,9 +204,7 @@ def test_what_reduces_an_embedding_is_one_graph_for_all_steps(reduce: Callable[.
         with xla_adapters.count() as counters:
             for _ in range(3):
                 with xla_adapters.step():
-                    reduce(model(batch), 1).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    update(reduce(model(batch), 1).square().mean(), optimizer)
     assert (counters.compiles, counters.executions) == (1, 3)
 
 
@@ -362,11 +359,7 @@ def _losses(model: torch.nn.Module, device: str) -> list[float]:
     ids = torch.randint(0, 32, (2, 12), generator=torch.Generator().manual_seed(1)).to(device)
 
     def train(ids: torch.Tensor) -> torch.Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(model(input_ids=ids, labels=ids).loss, optimizer)
 
     run = train if device == "cpu" else CompiledStep(train)
     return [float(run(ids)) for _ in range(4)]

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.device import DEVICE
 from tests.replay.replay_cases import assert_followed
+from tests.support import update
 from xla_adapters import CompiledStep
 
 pytestmark = pytest.mark.isolated
@@ -334,11 +335,7 @@ def test_an_optimizer_that_counts_how_often_gradients_are_dropped() -> None:
     optimizer = _Counting(model.parameters(), lr=0.1)
 
     def step(inputs: torch.Tensor) -> torch.Tensor:
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(model(inputs).square().mean(), optimizer)
 
     _log.clear()
     compiled = CompiledStep(step)

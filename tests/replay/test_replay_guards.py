@@ -17,6 +17,7 @@ from torch import nn
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
 from tests.replay.replay_twins import Twin, assert_twins
+from tests.support import update
 from xla_adapters import (
     CompiledStep,
     ReplayMismatchError,
@@ -199,9 +200,7 @@ def test_a_variable_of_the_function() -> None:
         factor = 1.0
 
         def body(batch: torch.Tensor) -> None:
-            (model(batch) * factor).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update((model(batch) * factor).square().mean(), optimizer)
 
         step = CompiledStep(body, config=XLAConfig(step_replay=replay))
         for number in range(12):
@@ -428,9 +427,7 @@ def test_the_newest_checkpoint_before_a_mismatch_is_named() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def function(inputs: torch.Tensor) -> None:
-        scaled(model(inputs).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(scaled(model(inputs).square().mean()), optimizer)
 
     step = CompiledStep(function)
     step(torch.ones(2, 4))
@@ -451,11 +448,7 @@ def test_equal_numbers_are_no_mismatch() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.25)
 
     def function(inputs: torch.Tensor) -> torch.Tensor:
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(model(inputs).square().mean(), optimizer)
 
     step = CompiledStep(function)
     for _ in range(10):

@@ -18,7 +18,7 @@ import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
 from tests.replay.alike import Body, alike, update_of
 from tests.replay.replay_twins import Twin
-from tests.support import differences
+from tests.support import differences, update
 from xla_adapters import CompiledStep
 from xla_adapters.tracing.activation_checkpointing import checkpoint
 
@@ -347,9 +347,7 @@ def test_tensors_written_through_an_alias() -> None:
 
         def function(inputs: torch.Tensor) -> torch.Tensor:
             loss = checkpoint(model, inputs.requires_grad_()).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(loss, optimizer)
             return loss.detach()  # type: ignore[no-any-return]
 
         step = make(function)
@@ -400,11 +398,7 @@ def test_parameters_in_no_module() -> None:
         optimizer = torch.optim.SGD([weight, bias], lr=0.1)
 
         def function(inputs: torch.Tensor) -> torch.Tensor:
-            loss = nn.functional.linear(inputs, weight, bias).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+            return update(nn.functional.linear(inputs, weight, bias).square().mean(), optimizer)
 
         step = make(function)
         losses = [step(torch.full((2, 4), number + 1.0)) for number in range(4)]

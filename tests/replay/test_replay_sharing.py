@@ -13,6 +13,7 @@ from torch import nn
 import xla_adapters
 from tests.device import DEVICE
 from tests.replay.alike import alike, update_of
+from tests.support import update
 from xla_adapters import CompiledStep
 
 pytestmark = pytest.mark.isolated
@@ -74,11 +75,7 @@ def test_a_batch_that_comes_to_be_a_buffer_which_the_step_changes(how: Callable[
 
         def function(batch: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
             model.memory.mul_(0.9)
-            loss = (model(batch) + other.sum()).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+            return update((model(batch) + other.sum()).square().mean(), optimizer)
 
         step = make(function)
         other = how(torch.ones(2, 4, device=DEVICE))
@@ -189,11 +186,7 @@ def test_weights_that_a_step_copies_when_a_flag_says_so(how: Callable[[nn.Module
             if flag["copy"]:
                 with torch.no_grad():
                     how(target, live)
-            loss = (live(batch) - target(batch) - 1).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+            return update((live(batch) - target(batch) - 1).square().mean(), optimizer)
 
         step = make(function)
         losses = []
@@ -259,11 +252,7 @@ def test_tensors_that_come_to_be_a_view_of_themselves(view: Callable[[torch.Tens
         model.register_buffer("turn", buffer)
 
         def function(batch: torch.Tensor) -> torch.Tensor:
-            loss = model(batch @ model.turn).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+            return update(model(batch @ model.turn).square().mean(), optimizer)
 
         step, losses = make(function), []
         for number in range(14):
@@ -332,11 +321,7 @@ def test_a_parameter_without_dimensions_does_not_take_others_with_it() -> None:
         updates = torch.optim.AdamW(model.parameters(), 0.01)
 
         def body(batch: torch.Tensor, model: Any = model, updates: Any = updates) -> torch.Tensor:
-            loss = (model(batch) * model.scale + model.again).square().mean()
-            loss.backward()
-            updates.step()
-            updates.zero_grad()
-            return loss.detach()
+            return update((model(batch) * model.scale + model.again).square().mean(), updates)
 
         step = CompiledStep(body)
         for _ in range(5):

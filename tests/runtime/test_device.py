@@ -19,6 +19,7 @@ from torch_xla._internal import tpu
 import xla_adapters
 from tests.device import DEVICE
 from tests.isolation import isolated
+from tests.support import update
 from xla_adapters import CompiledStep, get_runtime
 from xla_adapters.tracing.compile_events import CompileEvent
 
@@ -36,9 +37,7 @@ def _compiled() -> list[CompileEvent]:
 
     @CompiledStep
     def train_step(inputs: torch.Tensor) -> None:
-        (model(inputs).exp().t() @ model(inputs).sin()).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update((model(inputs).exp().t() @ model(inputs).sin()).sum(), optimizer)
 
     for size in (64, 64, 64, 32):
         train_step(torch.randn(size, 256))
@@ -180,11 +179,7 @@ def _losses(device: str, *, before: bool, held: bool = False) -> list[float]:
     ids = torch.arange(12).to(device)
 
     def train(ids: torch.Tensor) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(model(ids), ids.flip(0))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(nn.functional.cross_entropy(model(ids), ids.flip(0)), optimizer)
 
     run = train if device == "cpu" else CompiledStep(train)
     return [float(run(ids)) for _ in range(5)]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import xla_adapters
+from tests.support import update
 from xla_adapters import CompiledStep, XLAConfig
 from xla_adapters.tracing.graph_history import GraphHistory
 from xla_adapters.tracing.step_scope import StepScope
@@ -56,11 +57,7 @@ def _train(device: str, replay: Any, way: str, optimizer: str, *, sync: bool = F
     updates = OPTIMIZERS[optimizer](weights, lr=0.05)
 
     def step(inputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(model(inputs), classes)
-        loss.backward()
-        updates.step()
-        updates.zero_grad()
-        return loss.detach()
+        return update(nn.functional.cross_entropy(model(inputs), classes), updates)
 
     call: Any = step if device == "cpu" else CompiledStep(step, config=XLAConfig(step_replay=replay))
     with xla_adapters.eager(eager):
@@ -111,11 +108,7 @@ def test_nothing_is_executed_where_nothing_is_shared(replay: Any) -> None:
     updates = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(inputs: torch.Tensor) -> torch.Tensor:
-        loss = model(inputs).square().mean()
-        loss.backward()
-        updates.step()
-        updates.zero_grad()
-        return loss.detach()
+        return update(model(inputs).square().mean(), updates)
 
     call = CompiledStep(step, config=XLAConfig(step_replay=replay))
     with xla_adapters.eager(), torch.no_grad():
@@ -142,11 +135,7 @@ def test_one_tensor_given_twice_is_replayed_and_told_from_two() -> None:
         updates = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            loss = (model(batch["inputs"]) - batch["labels"]).square().mean()
-            loss.backward()
-            updates.step()
-            updates.zero_grad()
-            return loss.detach()
+            return update((model(batch["inputs"]) - batch["labels"]).square().mean(), updates)
 
         call: Any = step if device == "cpu" else CompiledStep(step, config=XLAConfig(step_replay=replay))
         losses = []
@@ -173,11 +162,7 @@ def test_the_upload_of_an_index_hides_no_copy(eager: bool) -> None:
 
     @CompiledStep
     def step(inputs: torch.Tensor) -> torch.Tensor:
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(model(inputs).square().mean(), optimizer)
 
     def train(steps: int) -> None:
         for _ in range(steps):
@@ -201,9 +186,7 @@ def test_what_was_traced_lazily_is_executed_before_a_replay() -> None:
 
     @CompiledStep
     def step(inputs: torch.Tensor) -> None:
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(model(inputs).square().mean(), optimizer)
 
     for _ in range(5):
         step(torch.randn(2, 4))
@@ -225,9 +208,7 @@ def _graphs_beside_a_copy(make: Callable[[nn.Module], object], classes: int) -> 
         inputs = torch.randn(6, 8).to("xla")
         scope = StepScope(history=history)
         with scope:
-            model(inputs).square().mean().backward()
-            updates.step()
-            updates.zero_grad()
+            update(model(inputs).square().mean(), updates)
     del copied
     return history.graphs
 
@@ -258,9 +239,7 @@ def _trained_beside_copies(make: Callable[[nn.Module], Any] | None) -> tuple[Wei
             before = [weight.cpu() for weight in model.parameters()]
             kept = make(model)
         with xla_adapters.count() as counted, StepScope(history=history):
-            model(inputs.to("xla")).square().mean().backward()
-            updates.step()
-            updates.zero_grad()
+            update(model(inputs.to("xla")).square().mean(), updates)
         if before is not None:
             compiles.append(counted.compiles)
             assert all(torch.equal(copied.cpu(), weight) for copied, weight in zip(kept, before, strict=True))

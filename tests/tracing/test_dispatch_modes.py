@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import xla_adapters
 from tests.device import DEVICE
 from tests.isolation import isolated
+from tests.support import update
 from xla_adapters import CompiledStep, XLAConfig
 
 
@@ -29,11 +30,7 @@ def _train(device: str, replay: Any, optimizer: Any, mode: TorchDispatchMode) ->
     updates = optimizer(model.parameters(), lr=0.1)
 
     def step(inputs: torch.Tensor) -> torch.Tensor:
-        loss = model(inputs).pow(3).mean()
-        loss.backward()
-        updates.step()
-        updates.zero_grad()
-        return loss.detach()
+        return update(model(inputs).pow(3).mean(), updates)
 
     call: Any = step if device == "cpu" else CompiledStep(step, config=XLAConfig(step_replay=replay))
     losses = []

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import xla_adapters
 from tests.device import DEVICE
+from tests.support import update
 from xla_adapters.errors import DenseGradientWarning, UnsupportedOptionError
 from xla_adapters.replay.compiled_step import CompiledStep
 
@@ -52,11 +53,7 @@ def _train(kind: str, device: str, steps: int = 6) -> tuple[list[float], nn.Modu
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
 
     def train(ids: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        loss = functional.cross_entropy(model(ids), classes)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(functional.cross_entropy(model(ids), classes), optimizer)
 
     step: Any = CompiledStep(train) if device == DEVICE else train
     losses = []
@@ -135,11 +132,7 @@ def test_a_weight_is_parametrized_on_the_device() -> None:
         optimizer = torch.optim.SGD(linear.parameters(), 0.1)
 
         def train(values: torch.Tensor) -> torch.Tensor:
-            loss = linear(values).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+            return update(linear(values).square().sum(), optimizer)
 
         step: Any = CompiledStep(train) if device == DEVICE else train
         losses = [step(torch.full((2, 4), float(number))).cpu() for number in range(4)]

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
+from tests.support import update
 from xla_adapters import XLAConfig
 from xla_adapters.errors import IndexRangeError
 from xla_adapters.replay.compiled_step import CompiledStep
@@ -54,11 +55,7 @@ def _step(lookup: Callable[..., torch.Tensor], replay: Any = "auto") -> tuple[Co
     optimizer = torch.optim.SGD([weight], 0.1)
 
     def train(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = lookup(weight, batch["ids"]).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return update(lookup(weight, batch["ids"]).square().mean(), optimizer)
 
     return CompiledStep(train, config=XLAConfig(step_replay=replay)), weight
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import xla_adapters
 from tests.device import DEVICE
+from tests.support import update
 from xla_adapters import CompiledStep, XLAConfig
 from xla_adapters.runtime import eager
 
@@ -31,11 +32,7 @@ def _train(make: Any, device: str, replay: Any) -> list[float]:
     updates = torch.optim.SGD(layers.parameters(), lr=0.1)
 
     def step(inputs: torch.Tensor) -> torch.Tensor:
-        loss = layers(inputs)[0].square().mean()
-        loss.backward()
-        updates.step()
-        updates.zero_grad()
-        return loss.detach()
+        return update(layers(inputs)[0].square().mean(), updates)
 
     call: Any = step if device == "cpu" else CompiledStep(step, config=XLAConfig(step_replay=replay))
     losses = []

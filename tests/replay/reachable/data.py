@@ -31,11 +31,3 @@ def samples(count: int = 64) -> list[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(count, FEATURES, generator=generator)
     return [{"x": row, "labels": int(row[:CLASSES].argmax())} for row in vectors]
-
-
-def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """Backward and update; returns the loss."""
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, update
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
 from tests.replay.reachable.program import Built, Loop, program
+from tests.support import update
 
 
 @program(plain=True)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, update
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
 from tests.replay.reachable.program import Built, Loop, program
+from tests.support import update
 
 
 @dataclass

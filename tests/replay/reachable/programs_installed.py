@@ -10,8 +10,9 @@ from reachable_helpers.schedules import LossWeight, Mixing, Registry, Temperatur
 from torch import nn
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, update
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed
 from tests.replay.reachable.program import Built, Loop, program
+from tests.support import update
 
 
 @program()

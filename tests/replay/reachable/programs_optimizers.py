@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, update
+from tests.replay.reachable.data import CLASSES, FEATURES, classified
 from tests.replay.reachable.program import Built, Loop, program
+from tests.support import update
 
 
 def _trained(make: Callable[[Any], Optimizer]) -> Built:

@@ -13,8 +13,9 @@ from torch.nn.utils import parametrize
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from tests.device import DEVICE
-from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, tokens, update
+from tests.replay.reachable.data import CLASSES, FEATURES, classified, regressed, tokens
 from tests.replay.reachable.program import Built, Loop, program
+from tests.support import update
 
 
 @program(plain=True)
