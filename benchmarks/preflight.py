@@ -39,6 +39,8 @@ import torch
 from benchmarks import report, zoo
 from benchmarks.sizes import REAL_SIZES, of_real_size
 from hf_trainer.patches import as_if_compiling
+from tests.children import run_in_child
+from xla_adapters import get_runtime
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import (
     MEASURED_PLANS,
@@ -51,7 +53,9 @@ from xla_adapters.sharding import (
 )
 from xla_adapters.sharding.measure import PlanCompiler, PlanResult, digest_of_step, register
 from xla_adapters.tools.preflight import InBfloat16, measure_for_tpu, plan_compiler
-from xla_adapters.tools.tpu_compiler import Compiler, Target
+from xla_adapters.tools.step_capture import TracedStep
+from xla_adapters.tools.tpu_compiler import Compiler, Target, compile_module
+from xla_adapters.tools.trace_process import OneStep, Request, trace
 
 TOPOLOGIES = "v4:2x2x2,v5e:2x4,v5p:2x2x2,v6e:2x4"
 # Architectures that compile for each slice, of 39.
@@ -173,17 +177,34 @@ def rows_of(name: str, options: Any, topology: str, recorder: Recorder) -> list[
     return rows
 
 
-def rows_of_tiny(model: zoo.Model, options: Any, topology: str, recorder: Recorder) -> list[Row]:
-    """Compiles one of the tiny models on one slice, under FSDP."""
-    devices, net = Target.parse(topology).devices, model.seeded()
+def traced(model: zoo.Model, devices: int, bf16: bool) -> TracedStep:
+    """Runs in a child."""
+    get_runtime().device.initialize(spmd=True)
+    net = model.seeded().train()
     plan = template("fsdp", net, default_mesh("fsdp", devices))
-    around = InBfloat16(as_if_compiling) if options.bf16 else as_if_compiling
-    (result,) = recorder.compiler(topology, devices).measure(net, model.batches(1)[0], [plan], around=around)
-    found = result.measurement
-    row = Row(model.name, topology, plan.name, str(plan.mesh), True, found is not None, remark=result.problem)
-    if found is not None:
-        row.memory, row.sent, row.by_kind = found.memory_bytes, found.wire_bytes, _by_kind(result)
-    row.compile_seconds = result.seconds
+    step = OneStep(plan=plan, around=InBfloat16(as_if_compiling) if bf16 else as_if_compiling)
+    with tempfile.TemporaryDirectory() as folder:
+        request = Request(generation="v5e", spmd=True)
+        found = trace(Path(folder), lambda hand: step(net, model.batches(1)[0], hand), request)
+    if found.problem:
+        raise RuntimeError(found.problem)
+    return found.steps[0]
+
+
+def rows_of_tiny(model: zoo.Model, options: Any, topology: str, recorder: Recorder | None) -> list[Row]:
+    """Compiles one of the tiny models on one slice, under FSDP."""
+    target = Target.parse(topology)
+    row = Row(model.name, topology, "fsdp", f"{target.devices} devices", True, False)
+    here = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(target.devices)}
+    step = functools.partial(traced, model, target.devices, options.bf16)
+    outcome = run_in_child(step, timeout=options.timeout, env=here)
+    if not outcome.ok:
+        row.remark = f"not traced: {outcome.short_error}"
+        return [row]
+    compiled = compile_module(outcome.value.module, target, timeout=options.timeout)
+    row.compile_seconds, row.remark = outcome.seconds + compiled.seconds, compiled.problem
+    if compiled.memory is not None and compiled.collectives is not None:
+        row.fits, row.memory, row.sent = True, compiled.memory.needed, compiled.collectives.wire_bytes
     return [row]
 
 

@@ -15,7 +15,6 @@ import pytest
 from benchmarks import preflight, report, zoo
 from benchmarks.preflight import Row, table_of, targets
 from tests.isolation import isolated
-from xla_adapters.sharding.measure import PlanResult
 
 
 def _row(plan: str, sent: float | None, *, chosen: bool = False, model: str = "m", **options: Any) -> Row:
@@ -83,12 +82,13 @@ def test_tiny_architectures_compile() -> None:
     assert preflight.main(arguments) == 0
 
 
-def test_an_architecture_that_cannot_be_compiled_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = [PlanResult(problem="this model reads")]
-    monkeypatch.setattr(preflight, "plan_compiler", lambda *_: SimpleNamespace(name="a compiler"))
-    monkeypatch.setattr(preflight, "measure_for_tpu", lambda *_, **__: refused)
-    options = SimpleNamespace(bf16=False)
-    (row,) = preflight.rows_of_tiny(zoo.named("GPT-2")[0], options, "v5e:2x2", preflight.Recorder(tmp_path, 60))
+def test_an_architecture_that_cannot_be_traced_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("this model reads")
+
+    monkeypatch.setattr(preflight, "traced", refuse)
+    options = SimpleNamespace(bf16=False, timeout=60)
+    (row,) = preflight.rows_of_tiny(zoo.named("GPT-2")[0], options, "v5e:2x2", None)
     assert not row.fits
     assert "this model reads" in table_of([row])
 
