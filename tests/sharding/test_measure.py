@@ -24,6 +24,7 @@ from benchmarks.sizes import to_shard
 from hf_trainer.patches import as_if_compiling
 from tests.isolation import isolated
 from tests.sharding.planner.models import evaluate
+from tests.tiny_models import tiny
 from tests.tools.trainings import needs_libtpu
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import (
@@ -434,6 +435,18 @@ def test_a_job_has_ties_flags_and_buffers_but_no_weights() -> None:
     assert found.model.down.weight.device.type == "meta"
     assert found.model.scale.item() == 2
     assert found.batch["inputs"].shape == (ROWS, WIDTH)
+
+
+@isolated
+def test_a_job_has_what_models_of_transformers_note_when_they_are_made() -> None:
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    packed = pack(Job(model=tiny("mixtral", output_router_logits=True, num_local_experts=2), batch=batch(), plans=[]))
+    # As in a process in which no model was made.
+    _CAN_RECORD_REGISTRY.clear()
+    ids = torch.ones(1, 4, dtype=torch.long)
+    computed = unpack(packed, "cpu").model(input_ids=ids, labels=ids)
+    assert isinstance(computed.aux_loss, torch.Tensor)
 
 
 @isolated

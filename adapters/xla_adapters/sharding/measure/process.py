@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import pkgutil
+import sys
 import tempfile
 import time
 import traceback
@@ -113,8 +114,10 @@ def pack(job: Any) -> bytes:
             return super().reducer_override(value)
 
     stream = io.BytesIO()
+    classes = {str(type(module)) for module in job.model.modules()}
+    recorded = {name: outputs for name, outputs in _recorded().items() if name in classes}
     try:
-        Pickler(stream).dump(job)
+        Pickler(stream).dump((job, recorded))
     except (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, OSError) as error:
         # Pickling a user's model may raise any of these.
         raise MeasuringError(f"the model cannot be pickled for another process: {error}") from error
@@ -130,11 +133,20 @@ def unpack(data: bytes, device: str = "meta") -> Any:
     """
     _parameters_on.append(device)
     try:
-        return cloudpickle.loads(data)
+        job, recorded = cloudpickle.loads(data)
     finally:
         _parameters_on.pop()
+    dict.update(_recorded(), recorded)
+    return job
 
 
+def _recorded() -> dict[str, Any]:
+    """What models of transformers return beside their outputs, by class: noted when a model is made, not unpickled."""
+    found: dict[str, Any] = getattr(sys.modules.get(_RECORDED), "_CAN_RECORD_REGISTRY", {})
+    return found
+
+
+_RECORDED = "transformers.utils.output_capturing"
 # Of parameters that are being unpickled, the last one.
 _parameters_on: list[str] = ["meta"]
 
