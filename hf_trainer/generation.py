@@ -16,6 +16,7 @@ from transformers.utils.generic import ModelOutput
 from hf_trainer.patches import as_if_compiling
 from hf_trainer.shapes import Prompts, TrainerShapes
 from xla_adapters import StepProgram, get_runtime
+from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.runtime import eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.sharding import whole_parameters
@@ -24,6 +25,8 @@ from xla_adapters.utils.patching import replaced
 
 # The name of the step that calls the model to generate.
 GENERATION = "generate"
+# Options with which transformers guesses tokens, and takes back what the model would not have chosen.
+_GUESSING = ("assistant_model", "prompt_lookup_num_tokens")
 
 
 @contextmanager
@@ -91,17 +94,27 @@ def generate(model: Any, *args: Any, program: StepProgram, shapes: TrainerShapes
         kwargs: as for `model.generate`.
 
     Returns:
-        As `model.generate`, on the host.
+        As `model.generate`, on the host; without the cache, unless the caller chose its class.
+
+    Raises:
+        UnsupportedOptionError: tokens are to be guessed by an assistant or looked up in the prompt.
     """
+    for name in _GUESSING:
+        if kwargs.get(name) is not None:
+            raise UnsupportedOptionError(
+                f"generate({name}=...): tokens that were guessed wrong are cut off a cache that grows, which would be "
+                "a graph for each length. Leave it out: the tokens are the same without it"
+            )
     args, kwargs = to_host_in_one_transfer((args, kwargs))
     prompts = None if shapes is None else _prompts(model, args, kwargs, shapes)
     if prompts is not None:
         args, kwargs = (), prompts.options
     length = "" if prompts is None else prompts.phase
+    has_own_cache = False
     with ExitStack() as stack:
         # In the config, because a model's own `generate` may hand its arguments on to something else.
         config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
-        if _wants_static_cache(model, kwargs):
+        if has_own_cache := _wants_static_cache(model, kwargs):
             stack.enter_context(replaced(config, "cache_implementation", "static"))
             # One cache for prompts of all lengths: the graph of further tokens is the same for them.
             if prompts is not None and prompts.cache_length and getattr(config, "max_cache_len", 0) is None:
@@ -127,6 +140,9 @@ def generate(model: Any, *args: Any, program: StepProgram, shapes: TrainerShapes
             stack.enter_context(compiled_forward(model.get_encoder(), program, of_prompts=length))
         generated = model.generate(*args, **kwargs)
     generated = to_host_in_one_transfer(generated)
+    if has_own_cache and getattr(generated, "past_key_values", None) is not None:
+        # It has no place for more tokens.
+        generated.past_key_values = None
     return generated if prompts is None else prompts.cut(generated)
 
 
@@ -151,6 +167,11 @@ def compiled_generation(
 
 def _prompts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any], shapes: TrainerShapes) -> Prompts | None:
     """The arguments of a model's `generate`, by name; None if its prompts are no tokens."""
+    if type(model).generate is not GenerationMixin.generate:
+        if isinstance(model, GenerationMixin):
+            shapes.prompts_stay(f"{type(model).__name__} has a generate of its own")
+        # Otherwise it is a model of PEFT, whose part generates.
+        return None
     named = inspect.signature(model.generate).bind_partial(*args, **options).arguments
     named |= named.pop("kwargs", {})
     if model.main_input_name != "input_ids" and named.get("input_ids") is None:
@@ -177,6 +198,11 @@ def _wants_static_cache(model: Any, options: Mapping[str, Any]) -> bool:
     if config is None or options.get("use_cache", config.use_cache) is False:
         return False
     if options.get("cache_implementation") or config.cache_implementation or options.get("past_key_values") is not None:
+        return False
+    # The model of PEFT, while its part generates.
+    outer = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", model)
+    if getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False):
+        # PEFT asks for the positions in a static cache in a way that transformers has left.
         return False
     # The others read the length of the cache in Python. An encoder-decoder pair of two models says so of its decoder.
     decoder = getattr(model, "decoder", None) if isinstance(model, EncoderDecoderModel) else model

@@ -369,13 +369,22 @@ class TrainerShapes:
         ids = options.get("input_ids")
         if shapes is None or shapes.policy.length_of != "input_ids" or ids is None or ids.ndim != 2:
             return prompts
+        whole = None if _has_new(model, options) else _option(model, options, "max_length")
+        if whole is not None and ids.shape[1] >= whole and not model.config.is_encoder_decoder:
+            # transformers says so, of the prompt as it is.
+            return prompts
         reason = self._why_model_sees(model) or _why_generation_sees(model, options)
         reason = reason or prompts.extend(shapes, model, self._pad_id() or 0, self._limit())
         if reason:
-            self._notices.warn(f"prompts of generation keep their length: {reason}")
+            self.prompts_stay(reason)
         elif self._evaluation is not None and shapes.policy.last_batch == "pad":
             prompts.add_rows(model, self._trainer.args.eval_batch_size)
         return prompts
+
+    def prompts_stay(self, why: str) -> None:
+        """Warns that prompts of generation keep their length; once for each reason, in words."""
+        if self._policy is not None:
+            self._notices.warn(f"prompts of generation keep their length: {why}")
 
     def _shaped(self, shapes: Shapes | None, inputs: Any) -> tuple[Any, str, Cut]:
         """A batch of a bucket's length."""
@@ -558,10 +567,13 @@ class Prompts:
             return reason
         in_front = 0 if of_encoder else padded["input_ids"].shape[1] - size
         lengths = _new_lengths(model, self.options, in_front)
-        new = _option(model, self.options, "max_new_tokens") or (lengths.get("max_length", size + 20) - size)
-        longest = shapes.bounds[-1] + new
-        if not of_encoder and limit is not None and longest > limit:
-            return f"{longest} positions (the last bucket and new tokens) are more than the {limit} of the model"
+        whole = _option(model, self.options, "max_length")
+        new = _option(model, self.options, "max_new_tokens") or (20 if whole is None else whole - size)
+        if not of_encoder and limit is not None and size + in_front + new > limit:
+            return f"{size + in_front + new} positions (a bucket and new tokens) are more than the {limit} of the model"
+        # The same for prompts of all lengths, so that the cache is.
+        longest = shapes.bounds[-1] + (new if whole is None or _has_new(model, self.options) else whole - 1)
+        longest = longest if limit is None else min(longest, limit)
         self.options |= padded if of_encoder else {name: value.flip(1) for name, value in padded.items()}
         self.options |= lengths
         self._in_front = in_front
@@ -603,6 +615,10 @@ def _option(model: Any, options: Mapping[str, Any], name: str) -> Any:
     return next((value for value in found if value is not None), None)
 
 
+def _has_new(model: Any, options: Mapping[str, Any]) -> bool:
+    return _option(model, options, "max_new_tokens") is not None
+
+
 def _new_lengths(model: Any, options: Mapping[str, Any], more: int) -> dict[str, int]:
     """Limits of whole lengths, if so many positions are put in front."""
     names = [name for name in ("max", "min") if _option(model, options, f"{name}_new_tokens") is None]
@@ -613,8 +629,6 @@ def _new_lengths(model: Any, options: Mapping[str, Any], more: int) -> dict[str,
 def _why_generation_sees(model: Any, options: Mapping[str, Any]) -> str:
     """Why what is generated may depend on padding, in words; empty if it does not."""
     family = [*type(model).__module__.split("."), ""][2]
-    if type(model).generate is not transformers.GenerationMixin.generate:
-        return f"{type(model).__name__} has a generate of its own"
     if not model.config.is_encoder_decoder and family in _COUNTING_ALL:
         return f"decoders of the family {family!r} count positions from the first token, padding or not"
     configs = (model.generation_config, options.get("generation_config"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -22,6 +23,7 @@ from tests.device import DEVICE, ON_TORCH_TPU
 from tests.isolation import isolated
 from tests.tiny_models import tiny
 from xla_adapters.data.shapes import NOT_SEEING_PADDING
+from xla_adapters.errors import UnsupportedOptionError
 
 _LENGTH = 6
 _Made = tuple[Any, dict[str, Any]]
@@ -369,6 +371,16 @@ def test_prompts_of_few_lengths(name: str, tmp_path: Path, caplog: pytest.LogCap
     given = {"attention_mask": mask, "generation_config": config}
     assert torch.equal(trainer.generate(ids, **given).sequences, reference.generate(ids, **given).sequences)
     assert "keep their length" not in caplog.text
+    # The cache is as long for each of them.
+    as_on_the_cpu(7, 3, do_sample=False, max_length=12)
+    with xla_adapters.count() as again:
+        as_on_the_cpu(6, 3, do_sample=False, max_length=12)
+        as_on_the_cpu(5, 5, do_sample=False, max_length=12)
+    assert again.compiles + again.loads == 0
+    found = trainer.generate(ids, max_new_tokens=3, attention_mask=mask, return_dict_in_generate=True)
+    assert found.past_key_values is None
+    with pytest.raises(UnsupportedOptionError, match=r"assistant_model=\.\.\.\): tokens that were guessed wrong"):
+        trainer.generate(ids, max_new_tokens=3, attention_mask=mask, assistant_model=build(name))
     # What looks at a prompt sees it as it is.
     as_on_the_cpu(7, 3, repetition_penalty=1.5, **greedy)
     assert ("repetition_penalty of generate may see" in caplog.text) != of_pairs
@@ -376,7 +388,19 @@ def test_prompts_of_few_lengths(name: str, tmp_path: Path, caplog: pytest.LogCap
     assert "more than the last bucket (8)" in caplog.text
     if name == "gpt2":
         as_on_the_cpu(7, 3, do_sample=False, max_new_tokens=9)
-        assert "17 positions (the last bucket and new tokens) are more than the 16 of the model" in caplog.text
+        assert "17 positions (a bucket and new tokens) are more than the 16 of the model" in caplog.text
+
+
+@isolated
+def test_prompt_tuning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model: Any = peft.get_peft_model(build("llama"), tuning)
+    ids, mask = _prompts(6, 3)
+    given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    wanted = copy.deepcopy(model).generate(**given)
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[])
+    trainer = hf_trainer.Trainer(model, args, shapes={"buckets": [8]})
+    assert torch.equal(trainer.generate(**given), wanted)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])

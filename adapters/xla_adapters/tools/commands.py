@@ -178,7 +178,7 @@ def _run_shapes(options: argparse.Namespace) -> int:
     from xla_adapters.tools.shapes_advice import advise_shapes
 
     command = command_of(options.script, options.module, "shapes")
-    print("timing steps of two lengths ...", file=sys.stderr)
+    print("running the script until steps of two lengths were timed ...", file=sys.stderr)
     advice = advise_shapes(
         command,
         epochs=options.epochs,

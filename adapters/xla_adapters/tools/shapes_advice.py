@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
+import torch
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.data.shapes import ShapeNotices, ShapePolicy, Shapes
@@ -125,7 +126,7 @@ class ShapesAdvice:
         """All of it, in lines."""
         timed = ", ".join(f"{1000 * seconds:.1f} ms at {length}" for length, seconds in self.seconds_per_step.items())
         lines = [
-            f"{self.command}: {self.epochs:g} epochs on {self.device}",
+            f"{self.command}: {self.epochs:.3g} epochs on {self.device}",
             f"a length costs {self.compile_seconds:.1f} s of compiles; a step takes {timed}",
             "",
             f"{'lengths':>7}  {'padding':>7}  {'compiles':>10}  {'steps':>10}  {'together':>10}",
@@ -357,6 +358,10 @@ class _Watch:
     def _close(self, closed: Callable[[StepProgram], ScopeReport]) -> Callable[[StepProgram], ScopeReport]:
         def close_program(program: StepProgram) -> ScopeReport:
             report = closed(program)
+            if not torch.is_grad_enabled():
+                # An evaluation: what it takes is no time of a training step.
+                self._ended = None
+                return report
             # A step has ended when its values are there.
             get_runtime().device.wait()
             now = time.perf_counter()
