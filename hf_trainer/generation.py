@@ -26,7 +26,7 @@ from xla_adapters.utils.patching import replaced
 # The name of the step that calls the model to generate.
 GENERATION = "generate"
 # Options with which transformers guesses tokens, and takes back what the model would not have chosen.
-_GUESSING = ("assistant_model", "prompt_lookup_num_tokens")
+_GUESSING = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
 @contextmanager
@@ -99,22 +99,19 @@ def generate(model: Any, *args: Any, program: StepProgram, shapes: TrainerShapes
     Raises:
         UnsupportedOptionError: tokens are to be guessed by an assistant or looked up in the prompt.
     """
-    for name in _GUESSING:
-        if kwargs.get(name) is not None:
-            raise UnsupportedOptionError(
-                f"generate({name}=...): tokens that were guessed wrong are cut off a cache that grows, which would be "
-                "a graph for each length. Leave it out: the tokens are the same without it"
-            )
+    _refuse_guesses(model, args, kwargs)
     args, kwargs = to_host_in_one_transfer((args, kwargs))
     prompts = None if shapes is None else _prompts(model, args, kwargs, shapes)
     if prompts is not None:
         args, kwargs = (), prompts.options
     length = "" if prompts is None else prompts.phase
-    has_own_cache = False
+    returns_cache = prompts is None or not prompts.are_longer
     with ExitStack() as stack:
         # In the config, because a model's own `generate` may hand its arguments on to something else.
         config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
-        if has_own_cache := _wants_static_cache(model, kwargs):
+        # A model of PEFT has its part generate, which then chooses.
+        if isinstance(model, GenerationMixin) and _wants_static_cache(model, kwargs):
+            returns_cache = False
             stack.enter_context(replaced(config, "cache_implementation", "static"))
             # One cache for prompts of all lengths: the graph of further tokens is the same for them.
             if prompts is not None and prompts.cache_length and getattr(config, "max_cache_len", 0) is None:
@@ -122,13 +119,7 @@ def generate(model: Any, *args: Any, program: StepProgram, shapes: TrainerShapes
         if config is not None:
             # On some devices transformers would compile the call of the model by `torch.compile`.
             stack.enter_context(replaced(config, "disable_compile", True))
-        # Outside the model's own graph nothing is executed operation by operation.
-        stack.enter_context(eager(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(whole_parameters(model))
-        stack.enter_context(warnings.catch_warnings())
-        # The inputs are on the host on purpose.
-        warnings.filterwarnings("ignore", message=r"You are calling \.generate\(\) with the `input_ids`")
+        stack.enter_context(_on_the_host(model))
         if type(model).generate is not GenerationMixin.generate:
             stack.enter_context(_on_host_outside_of_steps(program))
             for part in _parts(model):
@@ -140,10 +131,30 @@ def generate(model: Any, *args: Any, program: StepProgram, shapes: TrainerShapes
             stack.enter_context(compiled_forward(model.get_encoder(), program, of_prompts=length))
         generated = model.generate(*args, **kwargs)
     generated = to_host_in_one_transfer(generated)
-    if has_own_cache and getattr(generated, "past_key_values", None) is not None:
-        # It has no place for more tokens.
-        generated.past_key_values = None
+    if isinstance(generated, ModelOutput) and not returns_cache:
+        # It has no place for more tokens, or other positions than the sequences.
+        generated = type(generated)(**{name: value for name, value in generated.items() if name != "past_key_values"})
     return generated if prompts is None else prompts.cut(generated)
+
+
+@contextmanager
+def _on_the_host(model: torch.nn.Module) -> Iterator[None]:
+    """Around transformers' loop, whose inputs are on the host on purpose."""
+    # Outside the model's own graph nothing is executed operation by operation.
+    with eager(False), torch.no_grad(), whole_parameters(model), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"You are calling \.generate\(\) with the `input_ids`")
+        yield
+
+
+def _refuse_guesses(model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    named = {**inspect.signature(model.generate).bind_partial(*args, **options).arguments, **options}
+    configs = (named.get("generation_config"), getattr(model, "generation_config", None))
+    for name in _GUESSING:
+        if any(value not in (None, False) for value in (named.get(name), *(getattr(c, name, None) for c in configs))):
+            raise UnsupportedOptionError(
+                f"generate({name}=...): tokens that were guessed wrong are cut off a cache that grows, which would "
+                "compile a graph for each length. Leave it out"
+            )
 
 
 @contextmanager

@@ -47,7 +47,7 @@ _KEPT = 16
 _CAUSAL = re.compile(r"(ForCausalLM|LMHeadModel)$")
 # Softmax over all positions.
 _BY_POSITION = re.compile(r"ForQuestionAnswering$")
-# Options of `generate` for which it does not count what stands before a prompt, or behind the input of an encoder.
+# Options of `generate` whose effect does not depend on padding.
 _SAME_WITH_PADDING = frozenset(
     """max_length max_new_tokens min_length min_new_tokens max_time do_sample temperature top_k top_p min_p typical_p
     epsilon_cutoff eta_cutoff num_beams num_return_sequences length_penalty early_stopping renormalize_logits
@@ -58,9 +58,14 @@ _SAME_WITH_PADDING = frozenset(
     num_assistant_tokens_schedule target_lookbehind""".split()  # noqa: SIM905 (a list has a line for each)
 )
 # Options that do nothing if they are 1.
-_FACTORS = ("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beam_groups")
+_OFF_AT_ONE = ("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beam_groups")
 # What looks at the tokens before the new ones: those of the decoder, if there is an encoder.
 _LOOKING_BACK = frozenset("repetition_penalty no_repeat_ngram_size bad_words_ids sequence_bias stop_strings".split())  # noqa: SIM905
+# Options of a `DataLoader` that are kept when its batches are formed otherwise.
+_OF_LOADER = (
+    *("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "prefetch_factor", "persistent_workers"),
+    *("multiprocessing_context", "timeout", "generator", "in_order"),
+)
 # Families of models with an encoder whose decoders alone count positions from the first token, padding or not.
 _COUNTING_ALL = frozenset("bart blenderbot m2m_100 marian mbart mt5 pegasus t5 umt5 whisper".split())  # noqa: SIM905
 
@@ -83,6 +88,8 @@ class TrainerShapes:
         self._evaluation: Shapes | None = None
         # Of the training, if they have as many tokens and not as many rows.
         self._batches: BucketBatches | None = None
+        # The sampler that these are in place of.
+        self._stock: Any = None
         # Whether the loader of the training is known.
         self._has_loader = False
         # Of datasets for evaluation, with these, so that no other gets the same id.
@@ -131,10 +138,15 @@ class TrainerShapes:
         elif lengths is not None and self._may_pad(policy):
             self._training = policy.fit(lengths, labels, rows=rows, limit=self._limit())
             self._announce(self._training, "training")
+        if policy.tokens_per_batch is not None and args.auto_find_batch_size:
+            raise ConfigError(
+                f"tokens_per_batch={policy.tokens_per_batch} decides how large batches are, so that "
+                "auto_find_batch_size=True has nothing to choose: leave one of them out"
+            )
         seed, drops = args.seed if args.data_seed is None else args.data_seed, policy.last_batch == "drop"
         if self._training is not None and lengths is not None and policy.tokens_per_batch is not None:
             drops = drops or args.dataloader_drop_last
-            self._batches = self._training.batch_sampler(lengths, seed=seed, drop_last=drops)
+            self._batches, self._stock = self._training.batch_sampler(lengths, seed=seed, drop_last=drops), stock
         shapes = self._training or ShapePolicy(buckets=1).fit([0])
         if self._batches is not None or (len(shapes.bounds) == 1 and not drops):
             return stock
@@ -151,7 +163,9 @@ class TrainerShapes:
             ConfigError: the lengths of a stream are not known, or its documents cannot be packed.
         """
         policy, self._training, self._has_loader = self._policy, None, True
-        self._notices.announced.clear()
+        # Evaluations are announced once.
+        announced = self._notices.announced
+        announced[:] = [entry for entry in announced if entry["of"].startswith("evaluation")]
         self._batches = None
         with ExitStack() as stack:
             if policy is not None and policy.tokens_per_batch is not None:
@@ -165,8 +179,8 @@ class TrainerShapes:
             self._fit_training(policy, loader)
         if policy is not None and policy.tokens_per_batch is not None and self._batches is None:
             self._notices.warn(
-                f"tokens_per_batch={policy.tokens_per_batch} has no effect, and batches have {loader.batch_size} rows: "
-                "it needs a dataset with a length, in random order, whose batches may be padded"
+                f"tokens_per_batch={policy.tokens_per_batch} has no effect: it needs a dataset with a length, that is "
+                "read in transformers' random order by its own loader, and whose batches may be padded"
             )
         return loader
 
@@ -174,12 +188,12 @@ class TrainerShapes:
         """accelerate's function that takes a loader, whose batches are replaced by those of as many tokens."""
 
         def prepared(loader: Any, *args: Any, **options: Any) -> Any:
+            if self._batches is not None and loader.sampler is not self._stock:
+                # The user's own sampler chooses.
+                self._batches = None
             if self._batches is not None:
-                # Those of the loader that transformers makes.
-                names = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "prefetch_factor")
-                kept = {
-                    name: getattr(loader, name) for name in (*names, "persistent_workers", "multiprocessing_context")
-                }
+                # As of the loader that transformers makes.
+                kept = {name: getattr(loader, name) for name in _OF_LOADER}
                 loader = DataLoader(loader.dataset, batch_sampler=self._batches, **kept)
             return prepare(loader, *args, **options)
 
@@ -331,6 +345,11 @@ class TrainerShapes:
         if self._batches is not None and self._training is not None:
             place = self._training.place(_length_of(inputs, self._policy.length_of))
             rows = 0 if place is None else self._training.rows_of[place]
+            if 0 < rows < _rows(inputs):
+                self._notices.warn(
+                    f"a batch of {_rows(inputs)} rows has more elements than tokens_per_batch: its collator pads to "
+                    "more than the longest of its samples"
+                )
         inputs = self._with_rows(inputs, rows, trains=True)
         return (inputs if self._policy.packing is None else _of_documents(inputs)), phase
 
@@ -543,12 +562,15 @@ class Prompts:
 
     Attributes:
         options: the arguments, perhaps with longer prompts.
+        are_longer: whether they were extended.
         phase: what distinguishes the programs from those of other lengths, in words.
-        cache_length: of a static cache for prompts of every bucket; None if it depends on nothing that is known here.
+        cache_length: of a static cache for prompts of every bucket; None if it is not known (models with an encoder,
+            prompts that stay).
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
+        self.are_longer = False
         self.phase = ""
         self.cache_length: int | None = None
         self._in_front = 0
@@ -576,7 +598,7 @@ class Prompts:
         longest = longest if limit is None else min(longest, limit)
         self.options |= padded if of_encoder else {name: value.flip(1) for name, value in padded.items()}
         self.options |= lengths
-        self._in_front = in_front
+        self._in_front, self.are_longer = in_front, padded is not turned
         self.phase = shapes.phase(padded)
         self.cache_length = None if of_encoder else longest - 1
         return ""
@@ -628,17 +650,21 @@ def _new_lengths(model: Any, options: Mapping[str, Any], more: int) -> dict[str,
 
 def _why_generation_sees(model: Any, options: Mapping[str, Any]) -> str:
     """Why what is generated may depend on padding, in words; empty if it does not."""
-    family = [*type(model).__module__.split("."), ""][2]
-    if not model.config.is_encoder_decoder and family in _COUNTING_ALL:
-        return f"decoders of the family {family!r} count positions from the first token, padding or not"
-    configs = (model.generation_config, options.get("generation_config"))
-    given = {name: value for config in configs if config is not None for name, value in vars(config).items()}
+    paths = [type(part).__module__.split(".") for part in model.modules()]
+    families = {path[2] for path in paths if path[:2] == ["transformers", "models"]} & _COUNTING_ALL
+    if not model.config.is_encoder_decoder and families:
+        return f"decoders of the family {min(families)!r} count positions from the first token, padding or not"
+    if options.get("past_key_values") is not None:
+        return "a cache is given, which would get what is added"
+    configs = [config for config in (model.generation_config, options.get("generation_config")) if config is not None]
+    names = dict.fromkeys([name for config in configs for name in vars(config)])
+    given = {name: _option(model, options, name) for name in names}
     given |= {name: value for name, value in options.items() if not isinstance(value, torch.Tensor)}
     known = _SAME_WITH_PADDING | (_LOOKING_BACK if model.config.is_encoder_decoder else set())
     seeing = sorted(
         name
         for name, value in given.items()
-        if name not in known and not name.startswith("_") and value and not (name in _FACTORS and value == 1)
+        if name not in known and not name.startswith("_") and value and not (name in _OFF_AT_ONE and value == 1)
     )
     return f"{', '.join(seeing)} of generate may see what is added" if seeing else ""
 

@@ -55,11 +55,11 @@ class EndingLoops(_TrainerBase):
 
 def _epochs(trainer: L.Trainer) -> float:
     """How often a fit reads its data."""
-    if trainer.max_epochs is not None and trainer.max_epochs > 0:
-        return float(trainer.max_epochs)
-    trainer.fit_loop.setup_data()
-    batches = trainer.num_training_batches
-    return max(1.0, trainer.max_steps * trainer.accumulate_grad_batches / batches) if batches else 1.0
+    limits = [float(trainer.max_epochs)] if trainer.max_epochs is not None and trainer.max_epochs > 0 else []
+    if trainer.max_steps > 0:
+        trainer.fit_loop.setup_data()
+        limits.append(trainer.max_steps * trainer.accumulate_grad_batches / max(1, trainer.num_training_batches))
+    return min(limits, default=1.0)
 
 
 # Callbacks of Lightning that change what a step computes. Lightning 2.5 does not have the second.

@@ -378,17 +378,54 @@ def test_prompts_of_few_lengths(name: str, tmp_path: Path, caplog: pytest.LogCap
         as_on_the_cpu(5, 5, do_sample=False, max_length=12)
     assert again.compiles + again.loads == 0
     found = trainer.generate(ids, max_new_tokens=3, attention_mask=mask, return_dict_in_generate=True)
-    assert found.past_key_values is None
+    assert "past_key_values" not in found
+    guessing = transformers.GenerationConfig(max_new_tokens=3, prompt_lookup_num_tokens=2)
+    with pytest.raises(UnsupportedOptionError, match="prompt_lookup_num_tokens"):
+        trainer.generate(ids, attention_mask=mask, generation_config=guessing)
     with pytest.raises(UnsupportedOptionError, match=r"assistant_model=\.\.\.\): tokens that were guessed wrong"):
         trainer.generate(ids, max_new_tokens=3, attention_mask=mask, assistant_model=build(name))
     # What looks at a prompt sees it as it is.
     as_on_the_cpu(7, 3, repetition_penalty=1.5, **greedy)
     assert ("repetition_penalty of generate may see" in caplog.text) != of_pairs
+    # Also what the model's own config says where the caller's says nothing.
+    for generating in (trainer.model, reference):
+        generating.generation_config.no_repeat_ngram_size = 2
+    as_on_the_cpu(6, 3, generation_config=transformers.GenerationConfig(max_new_tokens=3, do_sample=False))
+    assert ("no_repeat_ngram_size of generate may see" in caplog.text) != of_pairs
+    for generating in (trainer.model, reference):
+        generating.generation_config.no_repeat_ngram_size = None
     as_on_the_cpu(9, 3, **greedy)
     assert "more than the last bucket (8)" in caplog.text
     if name == "gpt2":
         as_on_the_cpu(7, 3, do_sample=False, max_new_tokens=9)
         assert "17 positions (a bucket and new tokens) are more than the 16 of the model" in caplog.text
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    """As of a script."""
+
+
+OwnLlama.__module__ = "__main__"
+
+
+@pytest.mark.parametrize("how", ["class", "lora"])
+@isolated
+def test_models_of_ones_own(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = build("llama")
+    if how == "class":
+        model = OwnLlama(model.config).eval()
+    else:
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
+    reference = copy.deepcopy(model)
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[])
+    trainer = hf_trainer.Trainer(model, args, shapes={"buckets": [4, 8]})
+    with xla_adapters.count() as counters:
+        for longest in (5, 3, 7):
+            ids, mask = _prompts(longest, 3)
+            given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+            assert torch.equal(trainer.generate(**given), reference.generate(**given))
+    assert counters.compiles + counters.loads == 2 + 1
+    assert "keep their length" not in caplog.text
 
 
 @isolated

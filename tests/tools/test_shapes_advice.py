@@ -9,7 +9,7 @@ import pytest
 
 from xla_adapters.cli import main
 from xla_adapters.data.shapes import ShapePolicy
-from xla_adapters.tools.shapes_advice import ShapesAdvice, costs_of
+from xla_adapters.tools.shapes_advice import ShapesAdvice, _line_through, costs_of
 
 _HF = """
 import tempfile
@@ -99,7 +99,7 @@ def test_scripts_without_advice(script: str, told: str, tmp_path: Path, capsys: 
 def test_costs() -> None:
     lengths = [10] * 8 + [100] * 8
     shapes = ShapePolicy(buckets=2).fit(lengths, rows=4)
-    costs = costs_of(shapes, 3, 5.0, lambda length: 0.1 * length)
+    costs = costs_of(shapes, 4, 3, 5.0, lambda length: 0.1 * length)
     # More lengths than the data has change nothing.
     assert [(cost.bounds, cost.compiling) for cost in costs] == [((100,), 5.0), ((10, 100), 10.0)]
     assert [cost.stepping for cost in costs] == pytest.approx([3 * 4 * 10.0, 3 * 2 * 11.0])
@@ -115,14 +115,24 @@ def test_a_compile_that_costs_more_than_padding(compile_seconds: float, best: in
         epochs=3,
         compile_seconds=compile_seconds,
         seconds_per_step={10: 1.0, 100: 10.0},
-        costs=costs_of(shapes, 3, compile_seconds, lambda length: 0.1 * length),
+        costs=costs_of(shapes, 4, 3, compile_seconds, lambda length: 0.1 * length),
     )
     assert len(advice.best.bounds) == best == advice.as_values()["recommended"]
 
 
+def test_a_step_takes_at_least_the_share_of_its_length() -> None:
+    seconds = _line_through({95: 0.21, 256: 0.79})
+    assert seconds(95) == pytest.approx(0.21)
+    assert seconds(256) == pytest.approx(0.79)
+    assert seconds(38) == pytest.approx(0.21 * 38 / 95)
+    constant = _line_through({10: 1.0, 100: 2.0})
+    assert constant(1) == pytest.approx(0.9)
+    assert _line_through({10: 1.0})(100) == 1.0
+
+
 def test_as_good_with_fewer_is_better() -> None:
     shapes = ShapePolicy(buckets=3).fit([98, 99, 100] * 8, rows=8)
-    costs = costs_of(shapes, 1, 0.0, lambda length: float(length))
+    costs = costs_of(shapes, 8, 1, 0.0, lambda length: float(length))
     advice = ShapesAdvice(
         command="", device="", epochs=1, compile_seconds=0.0, seconds_per_step={100: 1.0}, costs=costs
     )

@@ -80,9 +80,9 @@ class ShapePolicy:
         fill: the value of padding in entries of a batch, by name, where it is not known or not `Shapes.padded`'s. A
             value for `"labels"` promises that a loss of your own leaves out such labels, and what the attention mask
             masks. Without that promise batches of such losses keep their lengths.
-        tokens_per_batch: a training's batches of shorter lengths have more rows: so many that a batch has at most this
-            number of elements, padding included, and at least one row. In `hf_trainer`, in place of its batch size;
-            elsewhere give your `DataLoader` a `Shapes.batch_sampler`.
+        tokens_per_batch: the number of elements, padding included, that a batch of the training may have; shorter
+            buckets get more rows, and each at least one (one for each device that divides them). In `hf_trainer`, in
+            place of its batch size; elsewhere give your `DataLoader` a `Shapes.batch_sampler`.
         packing: the length, in tokens, of rows into which the documents of a causal language model's training are put
             together (see `PackedDataset`). The other options then are for the evaluation. In `hf_trainer`; elsewhere
             make a `PackedDataset`.
@@ -347,13 +347,15 @@ class Shapes:
         """
         sizes, counts = numpy.unique(_rounded(self.lengths, -(-max(self.bounds) // _BARS)), return_counts=True)
         places = numpy.searchsorted(self.bounds, self.lengths)
-        padded = numpy.asarray(self.padded_samples) * numpy.asarray(self.bounds)
-        elements = [int(self.lengths[places == place].sum()) for place in range(len(self.bounds))]
+        # Samples of shorter buckets fill up batches of longer ones.
+        longest_first = self.lengths[numpy.argsort(-places, kind="stable")]
+        ends = numpy.cumsum(self.padded_samples[::-1])
+        in_buckets = numpy.split(longest_first, ends[:-1])[::-1]
         return {
             **{"of": of, "name": self.policy.length_of, "waste": self.waste, "waste_of_one": self.waste_of_one},
             "buckets": [
-                {"length": bound, "samples": int((places == place).sum()), "elements": elements[place], "padded": size}
-                for place, (bound, size) in enumerate(zip(self.bounds, padded.tolist(), strict=True))
+                {"length": bound, "samples": len(part), "elements": int(part.sum()), "padded": len(part) * bound}
+                for bound, part in zip(self.bounds, in_buckets, strict=True)
             ],
             "lengths": [list(pair) for pair in zip(sizes.tolist(), counts.tolist(), strict=True)],
         }
@@ -386,7 +388,18 @@ class Shapes:
             seed: of the order.
             shuffle: whether the order is random.
             drop_last: whether a last batch of fewer rows is left out.
+
+        Raises:
+            ConfigError: the policy has no `tokens_per_batch`, or a sample is longer than the last bucket.
         """
+        if self.policy.tokens_per_batch is None or not self.rows_of:
+            raise ConfigError(
+                "batch_sampler: how many rows are in a batch? Give the ShapePolicy tokens_per_batch, and fit it"
+            )
+        if max(lengths, default=0) > self.bounds[-1]:
+            raise ConfigError(
+                f"batch_sampler: a sample of {max(lengths)} is longer than the last bucket, {self.bounds[-1]}"
+            )
         return BucketBatches(self.bounds, self.rows_of, lengths, seed=seed, shuffle=shuffle, drop_last=drop_last)
 
     def phase(self, batch: Any) -> str:

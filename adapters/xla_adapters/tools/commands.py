@@ -164,9 +164,9 @@ def add_shapes(parser: argparse.ArgumentParser) -> None:
     )
     parser.usage = "xla-adapters shapes [options] (SCRIPT | -m MODULE) [its arguments ...]"
     parser.set_defaults(run=_run_shapes)
-    parser.add_argument("--epochs", type=_above_zero, help="how often the data is read (as often as the script does)")
+    parser.add_argument("--epochs", type=_above_zero, help="how often the data is read (default: as the script does)")
     parser.add_argument(
-        "--compile-seconds", type=_above_zero, help="of one length, on the machine that trains (what is measured here)"
+        "--compile-seconds", type=_above_zero, help="of one length, on the machine that trains (default: measured here)"
     )
     parser.add_argument("--timeout", type=_positive, default=900, help="seconds after which the script is ended (900)")
     _add_files(parser, "json")

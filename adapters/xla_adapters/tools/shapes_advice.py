@@ -22,12 +22,12 @@ import numpy
 import torch
 
 from xla_adapters.config import XLAConfig
+from xla_adapters.data.batches import sample_count
 from xla_adapters.data.shapes import ShapeNotices, ShapePolicy, Shapes
 from xla_adapters.errors import ConfigError
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import get_runtime, prepare, runtime_name
 from xla_adapters.tools.user_script import Hand, Stop, put_in, run_command, skipping_saves
-from xla_adapters.tracing.operation_log import Update
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.utils.child_process import Asked, ask
 from xla_adapters.utils.location import location_of
@@ -52,6 +52,7 @@ class Timed:
     Attributes:
         shapes: of its training; None if its lengths are not known.
         epochs: how often it reads its data.
+        rows: samples in a batch.
         compiles: seconds of the compiles of its training steps, by length.
         steps: seconds of its training steps, by length, without compiles.
         notes: what was said of shapes, and what was replaced, in words.
@@ -60,6 +61,7 @@ class Timed:
 
     shapes: Shapes | None = None
     epochs: float = 1.0
+    rows: int = 0
     compiles: dict[int, float] = field(default_factory=dict)
     steps: dict[int, list[float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -132,7 +134,7 @@ class ShapesAdvice:
             f"{'lengths':>7}  {'padding':>7}  {'compiles':>10}  {'steps':>10}  {'together':>10}",
         ]
         for cost in self.costs:
-            mark = "  <- least" if cost is self.best else ""
+            mark = "  <- recommended" if cost is self.best else ""
             lines.append(
                 f"{len(cost.bounds):7}  {cost.waste:7.0%}  {cost.compiling:8.1f} s  {cost.stepping:8.1f} s  "
                 f"{cost.seconds:8.1f} s{mark}"
@@ -194,7 +196,8 @@ def advise_shapes(
         raise ConfigError(f"shapes: {shown} failed: {timed.error}")
     if timed.shapes is None:
         why = "; ".join(timed.notes) or (
-            "no trainer of hf_trainer or lightning_strategy has chosen lengths in it (a strategy needs shapes=)"
+            "no trainer of hf_trainer or lightning_strategy has chosen lengths in it. A strategy needs shapes=; packed "
+            "documents have one length"
         )
         raise ConfigError(f"shapes: nothing is known of the lengths that {shown} trains with: {why}")
     return _advice(timed, shown, device, epochs, compile_seconds)
@@ -204,39 +207,52 @@ def _advice(
     timed: Timed, command: str, device: str, epochs: float | None, compile_seconds: float | None
 ) -> ShapesAdvice:
     assert timed.shapes is not None
-    medians = {
-        length: statistics.median(seconds[_SKIPPED:])
-        for length, seconds in sorted(timed.steps.items())
-        if len(seconds) > _SKIPPED
+    times = {
+        length: _usual(seconds[_SKIPPED:]) for length, seconds in sorted(timed.steps.items()) if len(seconds) > _SKIPPED
     }
-    if not medians or not timed.compiles:
-        raise ConfigError(f"shapes: {command} ended before steps of its lengths could be timed: let it train longer")
+    if len(times) < timed.shapes.used or not timed.compiles:
+        raise ConfigError(
+            f"shapes: {command} had too few steps of each of the lengths {', '.join(map(str, timed.shapes.bounds))} to "
+            f"time them (timed: {', '.join(map(str, times)) or 'none'}): let it train longer"
+        )
     each = sum(timed.compiles.values()) / len(timed.compiles) if compile_seconds is None else compile_seconds
     often = timed.epochs if epochs is None else epochs
-    costs = costs_of(timed.shapes, often, each, _line_through(medians))
+    costs = costs_of(timed.shapes, max(1, timed.rows), often, each, _line_through(times))
     return ShapesAdvice(
         command=command,
         device=device,
         epochs=often,
         compile_seconds=each,
-        seconds_per_step=medians,
+        seconds_per_step=times,
         costs=costs,
         notes=timed.notes,
     )
 
 
-def _line_through(medians: dict[int, float]) -> Callable[[int], float]:
-    """Seconds of a step by its length: a line through the shortest and the longest that were timed."""
-    (short, least), (long, most) = min(medians.items()), max(medians.items())
+def _usual(seconds: Sequence[float]) -> float:
+    """The mean without those in which something else was done, a save, say. Steps that accumulate are shorter."""
+    most = 3 * statistics.median(seconds)
+    return statistics.fmean(value for value in seconds if value <= most)
+
+
+def _line_through(times: dict[int, float]) -> Callable[[int], float]:
+    """Seconds of a step by its length: a line through the shortest and the longest that were timed.
+
+    Below the shortest a step takes at least the share of its length.
+    """
+    (short, least), (long, most) = min(times.items()), max(times.items())
     slope = max(0.0, most - least) / (long - short) if long > short else 0.0
-    return lambda length: max(0.0, least + slope * (length - short))
+    return lambda length: max(least + slope * (length - short), least * min(1.0, length / short))
 
 
-def costs_of(shapes: Shapes, epochs: float, compile_seconds: float, seconds_of: Callable[[int], float]) -> list[Costs]:
+def costs_of(
+    shapes: Shapes, rows: int, epochs: float, compile_seconds: float, seconds_of: Callable[[int], float]
+) -> list[Costs]:
     """What 1, 2, 3 ... lengths cost, until more of them change nothing.
 
     Args:
         shapes: of the data, for any number of lengths.
+        rows: samples in a batch.
         epochs: how often it is read.
         compile_seconds: of one length.
         seconds_of: a step of a length.
@@ -244,7 +260,7 @@ def costs_of(shapes: Shapes, epochs: float, compile_seconds: float, seconds_of: 
     found: list[Costs] = []
     for number in range(1, _MOST_BUCKETS + 1):
         policy = ShapePolicy(buckets=number, pad_to_multiple_of=shapes.policy.pad_to_multiple_of)
-        fitted = policy.fit(shapes.lengths, rows=max(shapes.rows_of))
+        fitted = policy.fit(shapes.lengths, rows=rows)
         if len(fitted.bounds) < number:
             break
         batches = epochs * numpy.asarray(fitted.padded_samples) / numpy.asarray(fitted.rows_of)
@@ -319,6 +335,9 @@ class _Watch:
 
     def _config(self, check: Callable[[XLAConfig], None]) -> Callable[[XLAConfig], None]:
         def checked(config: XLAConfig) -> None:
+            # As a check of a script has it.
+            for name, value in (("xla_mode", "eager+compile"), ("on_graph_break", "warn"), ("on_recompile", "warn")):
+                object.__setattr__(config, name, value)
             object.__setattr__(config, "max_graphs", None)
             check(config)
 
@@ -326,16 +345,27 @@ class _Watch:
 
     def _fit(self, fit: Callable[..., Shapes]) -> Callable[..., Shapes]:
         def fitted(policy: ShapePolicy, *args: Any, **options: Any) -> Shapes:
+            if policy.tokens_per_batch is not None:
+                raise ConfigError("shapes: batches of as many tokens cannot be weighed: leave tokens_per_batch out")
             # Of what the script promises and asks for all stays but the lengths.
-            asked = replace(policy, buckets=2, max_waste=ShapePolicy.max_waste, tokens_per_batch=None)
-            return fit(asked, *args, **options)
+            return fit(replace(policy, buckets=2, max_waste=ShapePolicy.max_waste), *args, **options)
 
         return fitted
 
     def _announce(self, announce: Callable[..., None]) -> Callable[..., None]:
         def announced(notices: ShapeNotices, shapes: Shapes, of: str) -> None:
-            if self._timed.shapes is None and not of.startswith("evaluation"):
+            # Not of evaluations, "loaders whose order stays".
+            if self._timed.shapes is None and of.startswith(("training", "loader,")):
                 self._timed.shapes = shapes
+                if "stream" in of:
+                    self._timed.notes.append(
+                        f"of a stream {len(shapes.lengths)} samples were looked at, which are taken for an epoch"
+                    )
+                elif max(shapes.rows_of) == 1:
+                    self._timed.notes.append(
+                        "batches are not formed within buckets in this script (its order is not random, or its batches "
+                        "have one sample): what is said is of batches that are"
+                    )
             announce(notices, shapes, of)
 
         return announced
@@ -351,6 +381,8 @@ class _Watch:
     def _open(self, opened: Callable[..., None]) -> Callable[..., None]:
         def open_program(program: StepProgram, **options: Any) -> None:
             self._phase = str(options.get("phase") or "")
+            if torch.is_grad_enabled():
+                self._timed.rows = max(self._timed.rows, sample_count(options.get("inputs")))
             opened(program, **options)
 
         return open_program
@@ -370,9 +402,7 @@ class _Watch:
             self._steps += 1
             if shapes is None and self._steps > _WITHOUT_LENGTHS:
                 raise Stop
-            if shapes is not None and (
-                program.replays or any(isinstance(e, Update) for e in report.operations.entries)
-            ):
+            if shapes is not None:
                 self._note(shapes, report, None if began is None else now - began)
             return report
 

@@ -117,7 +117,10 @@ def keep_own_kernels(optimizer: Optimizer) -> None:
     Args:
         optimizer: gets a hook of its `load_state_dict`.
     """
-    optimizer.register_load_state_dict_pre_hook(_with_own_kernels)
+    hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+    # Optimizers around another one (Lookahead) may have none, and their states go to that one.
+    if hooks is not None and _with_own_kernels not in hooks.values():
+        optimizer.register_load_state_dict_pre_hook(_with_own_kernels)
 
 
 def _with_own_kernels(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
