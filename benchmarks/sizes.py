@@ -61,7 +61,8 @@ def _image_options(size: Size) -> dict[str, Any]:
 
 def _decoder_like_encoder(size: Size) -> dict[str, Any]:
     decoder = {"layers": size.layers, "attention_heads": size.heads, "ffn_dim": int(4 * size.width)}
-    return {**{f"decoder_{name}": value for name, value in decoder.items()}, "num_mel_bins": _MEL_BINS}
+    tokens = {**_SPECIAL_TOKENS, "pad_token_id": 0, "decoder_start_token_id": 0}
+    return {**{f"decoder_{name}": value for name, value in decoder.items()}, **tokens, "num_mel_bins": _MEL_BINS}
 
 
 FAMILIES = {

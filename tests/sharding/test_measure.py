@@ -441,7 +441,7 @@ def test_a_job_has_ties_flags_and_buffers_but_no_weights() -> None:
 def test_a_job_has_what_models_of_transformers_note_when_they_are_made() -> None:
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-    packed = pack(Job(model=tiny("mixtral", output_router_logits=True, num_local_experts=2), batch=batch(), plans=[]))
+    packed = pack(Job(model=tiny("mixtral", output_router_logits=True, num_key_value_heads=2), batch=batch(), plans=[]))
     # As in a process in which no model was made.
     _CAN_RECORD_REGISTRY.clear()
     ids = torch.ones(1, 4, dtype=torch.long)

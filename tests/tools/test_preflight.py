@@ -87,7 +87,7 @@ def test_pages_have_the_graphs_and_no_markup_of_the_script() -> None:
     assert "training step" in text
     empty: dict[str, Any] = {
         **{name: {} for name in ("about", "rates", "wall", "counts", "memory")},
-        **{name: [] for name in ("compiles", "programs", "checkpoints", "transfers")},
+        **{name: [] for name in ("compiles", "programs", "checkpoints", "transfers", "shapes")},
         **{
             "steps": {"steps": 0, "slow": []},
             "wall_seconds": 1.0,
