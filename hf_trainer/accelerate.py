@@ -400,8 +400,8 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     # Before accelerate keeps them for the whole process.
     if arguments.get("cpu"):
         raise UnsupportedOptionError(
-            "cpu=True: leave it out (PJRT_DEVICE=CPU runs XLA on the CPU). The plain CPU takes accelerate's own "
-            "Accelerator, and where torch_xla is installed USE_TORCH_XLA=0 in the environment"
+            "cpu=True: leave it out (PJRT_DEVICE=CPU runs XLA on the CPU). For the plain CPU use accelerate's own "
+            "Accelerator, with USE_TORCH_XLA=0 in the environment where torch_xla is installed"
         )
     precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if str(precision) not in ("no", "bf16"):

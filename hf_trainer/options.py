@@ -276,9 +276,9 @@ def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
     if args.use_cpu or args.device.type != device_type:
         raise UnsupportedOptionError(
             f"the training device is {args.device} (use_cpu={args.use_cpu}), and this trainer drives the device "
-            f"{device_type!r}: leave use_cpu off (with torch_xla PJRT_DEVICE=CPU runs XLA on the CPU). The plain CPU "
-            "takes transformers.Trainer, and where torch_xla is installed USE_TORCH_XLA=0 in the environment: without "
-            "it accelerate takes the XLA device, whatever use_cpu says"
+            f"{device_type!r}: leave use_cpu off (with torch_xla PJRT_DEVICE=CPU runs XLA on the CPU). For the plain "
+            "CPU use transformers.Trainer, with USE_TORCH_XLA=0 in the environment where torch_xla is installed: "
+            "without it accelerate takes the XLA device, whatever use_cpu says"
         )
     if args.fp16 or args.fp16_full_eval:
         option = "fp16" if args.fp16 else "fp16_full_eval"
