@@ -91,3 +91,39 @@ def tiny(family: str, *, kind: Any = None, seed: int = 0, **options: Any) -> Any
     usual, config, values = _FAMILIES[family]
     torch.manual_seed(seed)
     return (kind or usual)(config(**{**values, **options}))
+
+
+_SIZES_BY_NAME: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+    },
+    **{"n_positions": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "encoder_layers": 2},
+    **{"decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64},
+    **{"decoder_ffn_dim": 64, "ffn_dim": 64, "word_embed_proj_dim": 32, "dim": 32, "n_layers": 2, "n_heads": 4},
+    **{"hidden_dim": 64, "embedding_size": 32, "head_dim": 8, "decoder_start_token_id": 2, "bos_token_id": 1},
+    **{"eos_token_id": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32, "rotary_dim": 4},
+    **{"attention_types": [[["global", "local"], 1]], "window_size": 8, "num_labels": 3},
+}
+_MODEL_TYPES = {
+    "gemma3": "gemma3_text",
+    "megatron_bert": "megatron-bert",
+    "deberta_v2": "deberta-v2",
+    "xlm_roberta": "xlm-roberta",
+}
+
+
+def config_of(family: str) -> Any:
+    """A config with small sizes of a family of transformers (a folder of its models), whatever sizes are called."""
+    kind, options = type(hf.AutoConfig.for_model(_MODEL_TYPES.get(family, family))), dict(_SIZES_BY_NAME)
+    while True:
+        try:
+            return kind(**options)
+        except (TypeError, ValueError, AttributeError) as error:
+            # Some have fixed sizes, or names of their own for them.
+            del options[next(name for name in options if name in str(error))]

@@ -11,8 +11,8 @@ import transformers
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 import xla_adapters
-from tests.data.test_shapes import _config
 from tests.isolation import isolated
+from tests.tiny_models import config_of
 from xla_adapters.data.packing import (
     KEEPING_DOCUMENTS_APART,
     PackedDataset,
@@ -113,7 +113,7 @@ def test_what_cannot_be_packed() -> None:
 def test_no_document_sees_another(family: str, attention: str) -> None:
     """Each has the logits that it has alone, whatever else is in its row; and the loss is that of all documents."""
     assert family in NOT_SEEING_PADDING
-    config = _config(family)
+    config = config_of(family)
     config.use_cache = False
     torch.manual_seed(0)
     try:
@@ -147,20 +147,20 @@ def test_no_document_sees_another(family: str, attention: str) -> None:
 @pytest.mark.isolated
 @pytest.mark.parametrize("family", ["opt", "bloom", "mamba", "falcon"])
 def test_families_that_mix_documents_are_refused(family: str) -> None:
-    model = transformers.AutoModelForCausalLM.from_config(_config(family))
+    model = transformers.AutoModelForCausalLM.from_config(config_of(family))
     assert f"models of the family {family!r}" in why_documents_mix(model)
 
 
 @pytest.mark.isolated
 def test_losses_that_see_padding_are_refused() -> None:
-    config = _config("mixtral")
+    config = config_of("mixtral")
     config.output_router_logits = True
     assert "output_router_logits" in why_documents_mix(transformers.AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.isolated
 def test_positions_that_depend_on_the_longest_document_are_refused() -> None:
-    dynamic, longrope = _config("llama"), _config("phi3")
+    dynamic, longrope = config_of("llama"), config_of("phi3")
     dynamic.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0, "partial_rotary_factor": 1.0}
     longrope.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
@@ -176,7 +176,7 @@ def test_a_loop_of_ones_own_trains_as_on_the_cpu_one_by_one() -> None:
     sizes = torch.randint(2, 12, (40,), generator=numbers).tolist()
     documents = [{"input_ids": torch.randint(3, 64, (size,), generator=numbers)} for size in sizes]
     packed = PackedDataset(documents, 16)
-    config = _config("llama")
+    config = config_of("llama")
     assert config.use_cache
 
     def made(device: str) -> tuple[Any, torch.optim.Optimizer]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from tests.tiny_models import config_of
 from xla_adapters.data.shapes import (
     NOT_SEEING_PADDING,
     ShapePolicy,
@@ -232,46 +233,13 @@ def test_policies_that_contradict_themselves() -> None:
 
 # ---- models ----------------------------------------------------------------------------------------
 
-_SIZES: dict[str, Any] = {
-    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-    },
-    **{"n_positions": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "encoder_layers": 2},
-    **{"decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64},
-    **{"decoder_ffn_dim": 64, "ffn_dim": 64, "word_embed_proj_dim": 32, "dim": 32, "n_layers": 2, "n_heads": 4},
-    **{"hidden_dim": 64, "embedding_size": 32, "head_dim": 8, "decoder_start_token_id": 2, "bos_token_id": 1},
-    **{"eos_token_id": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32, "rotary_dim": 4},
-    **{"attention_types": [[["global", "local"], 1]], "window_size": 8, "num_labels": 3},
-}
-_NAMES = {
-    "gemma3": "gemma3_text",
-    "megatron_bert": "megatron-bert",
-    "deberta_v2": "deberta-v2",
-    "xlm_roberta": "xlm-roberta",
-}
 _HEADS = ("CausalLM", "MaskedLM", "SequenceClassification", "TokenClassification", "Seq2SeqLM")
-
-
-def _config(family: str) -> Any:
-    kind, options = type(transformers.AutoConfig.for_model(_NAMES.get(family, family))), dict(_SIZES)
-    while True:
-        try:
-            return kind(**options)
-        except (TypeError, ValueError, AttributeError) as error:
-            # Some have fixed sizes, or names of their own for them.
-            del options[next(name for name in options if name in str(error))]
 
 
 @pytest.mark.isolated
 @pytest.mark.parametrize("family", sorted(NOT_SEEING_PADDING - {"whisper"}))
 def test_models_that_do_not_see_padding(family: str) -> None:
-    config = _config(family)
+    config = config_of(family)
     of_pairs = getattr(config, "is_encoder_decoder", False)
     heads = [getattr(transformers, f"AutoModelFor{head}") for head in _HEADS]
     heads = [head for head in heads if type(config) in head._model_mapping and not (of_pairs and head is heads[0])]
@@ -314,7 +282,7 @@ def test_models_that_do_not_see_padding(family: str) -> None:
 def test_models_that_may_see_it() -> None:
     funnel = transformers.FunnelConfig(vocab_size=40, block_sizes=[1, 1], d_model=16, n_head=2, d_head=8, d_inner=32)
     assert "'funnel'" in why_padding_may_count(transformers.FunnelForTokenClassification(funnel))
-    classifier = transformers.GPT2ForSequenceClassification(_config("gpt2"))
+    classifier = transformers.GPT2ForSequenceClassification(config_of("gpt2"))
     assert why_padding_may_count(torch.nn.Sequential(classifier)) == ""
     assert "config.pad_token_id" in why_padding_may_count(classifier, 7)
     classifier.config.pad_token_id = None

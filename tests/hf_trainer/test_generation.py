@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -18,10 +18,9 @@ import transformers as hf
 import hf_trainer
 import xla_adapters
 from hf_trainer.shapes import _COUNTING_ALL
-from tests.data.test_shapes import _config
 from tests.device import DEVICE, ON_TORCH_TPU
 from tests.isolation import isolated
-from tests.tiny_models import tiny
+from tests.tiny_models import config_of, tiny
 from xla_adapters.data.shapes import NOT_SEEING_PADDING
 from xla_adapters.errors import UnsupportedOptionError
 
@@ -312,7 +311,7 @@ def _prompts(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _of_causal_models(family: str) -> bool:
-    return type(_config(family)) in transformers.AutoModelForCausalLM._model_mapping
+    return type(config_of(family)) in transformers.AutoModelForCausalLM._model_mapping
 
 
 @pytest.mark.parametrize(
@@ -322,7 +321,7 @@ def _of_causal_models(family: str) -> bool:
 def test_decoders_do_not_see_what_is_before_a_prompt(family: str) -> None:
     """On the CPU, with larger weights, since small ones hide differences."""
     transformers.set_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(_config(family)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config_of(family)).eval()
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.ndim > 1 else 1)
     ids, mask = _prompts(7, 4, 6)
@@ -408,13 +407,18 @@ class OwnLlama(transformers.LlamaForCausalLM):
 OwnLlama.__module__ = "__main__"
 
 
-@pytest.mark.parametrize("how", ["class", "lora"])
+_needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+
+
+@pytest.mark.parametrize("how", ["class", pytest.param("lora", marks=_needs_peft)])
 @isolated
 def test_models_of_ones_own(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model: Any = build("llama")
     if how == "class":
         model = OwnLlama(model.config).eval()
     else:
+        import peft
+
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
     reference = copy.deepcopy(model)
     args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[])
@@ -428,8 +432,11 @@ def test_models_of_ones_own(how: str, tmp_path: Path, caplog: pytest.LogCaptureF
     assert "keep their length" not in caplog.text
 
 
+@_needs_peft
 @isolated
 def test_prompt_tuning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import peft
+
     tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model: Any = peft.get_peft_model(build("llama"), tuning)
     ids, mask = _prompts(6, 3)
@@ -443,7 +450,7 @@ def test_prompt_tuning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 @isolated(timeout=400)
 def test_an_evaluation_that_generates_has_few_graphs(name: str, tmp_path: Path, caplog: Any) -> None:
-    model = tiny(name, **_SIZES[name], **({"n_positions": 64} if name == "gpt2" else {}))
+    model = _computable(tiny(name, **_SIZES[name], **({"n_positions": 64} if name == "gpt2" else {})))
     of_pairs = model.config.is_encoder_decoder
     numbers = random.Random(0)
     data = []
