@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 import hf_trainer
 from tests.hf_trainer.scenarios import (
@@ -186,7 +186,21 @@ def test_batches_of_as_many_tokens(accumulated: int) -> None:
 def test_as_many_tokens_need_lengths(caplog: pytest.LogCaptureFixture) -> None:
     args = arguments(max_steps=2)
     ours(Classifier(), vector_samples(16), args=args, shapes={"tokens_per_batch": 80})
-    assert "tokens_per_batch=80 has no effect, and batches have" in caplog.text
+    assert "tokens_per_batch=80 has no effect: it needs a dataset with a length" in caplog.text
+
+
+class _InOrder(hf_trainer.Trainer):
+    def _get_train_sampler(self, *args: Any, **options: Any) -> Any:
+        super()._get_train_sampler(*args, **options)
+        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+
+def test_a_sampler_of_the_users_own_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = arguments(str(tmp_path), per_device_train_batch_size=5)
+    options = {"train_dataset": text_samples(20, "tokens"), "data_collator": padded}
+    trainer = _InOrder(tiny("llama"), args, **options, shapes={"buckets": 2, "tokens_per_batch": 80})  # type: ignore[arg-type]
+    assert [len(batch["input_ids"]) for batch in trainer.get_train_dataloader()] == [5] * 4
+    assert "tokens_per_batch=80 has no effect" in caplog.text
 
 
 def test_accumulation() -> None:
