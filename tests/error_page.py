@@ -55,7 +55,9 @@ def messages_page() -> str:
     parts = [by_hand + _OF_MESSAGES]
     for name, said in found.items():
         if said:
-            lines = "\n".join(f"- {_escaped(message)}" for message in sorted(said, key=_order))
+            lines = "\n".join(
+                f"- {_escaped(message)}" for message in sorted(said, key=lambda message: (_order(message), message))
+            )
             parts.append(
                 f"### {name}: what it says\n\n[What it means, and what to do](errors.md#{name.lower()}).\n\n{lines}\n"
             )
