@@ -188,7 +188,7 @@ class TrainerShapes:
         """accelerate's function that takes a loader, whose batches are replaced by those of as many tokens."""
 
         def prepared(loader: Any, *args: Any, **options: Any) -> Any:
-            if self._batches is not None and loader.sampler is not self._stock:
+            if self._batches is not None and getattr(loader, "sampler", None) is not self._stock:
                 # The user's own sampler chooses.
                 self._batches = None
             if self._batches is not None:

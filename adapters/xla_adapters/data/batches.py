@@ -48,83 +48,19 @@ def example_of(dataset: Any, size: int, collate: Callable[[list[Any]], Any]) -> 
 
 
 class BucketSampler(Sampler[int]):
-    """Yields each sample once, so that successive `batch_size` samples have lengths of one bucket.
+    """Yields each sample once, so that those of a batch, which follow each other, have lengths of one bucket.
 
-    Samples of the next shorter bucket fill up the last batch of each. At most one batch has fewer than `batch_size`
-    samples: the last, of the shortest samples. The others are in random order. The order depends on the seed and the
-    epoch alone.
-
-    Args:
-        bounds: of the buckets, ascending.
-        lengths: of each sample.
-        batch_size: samples in a batch, of all processes.
-        seed: of the order.
-        shuffle: whether the order is random; otherwise it is that of the data, within each bucket.
-        drop_last: whether a last batch of fewer samples is left out.
-    """
-
-    def __init__(
-        self,
-        bounds: Sequence[int],
-        lengths: Sequence[int],
-        batch_size: int,
-        *,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
-    ) -> None:
-        self.batch_size = batch_size
-        # What the order depends on, for checkpoints.
-        self.arranged_by = (batch_size, *bounds, seed)
-        self._places = numpy.searchsorted(bounds, numpy.asarray(lengths))
-        self._seed = seed
-        self._shuffle = shuffle
-        self._drops_last = drop_last
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next order is that of an epoch."""
-        self._epoch = epoch
-
-    def generator(self) -> torch.Generator:
-        """The random numbers of the order of the epoch."""
-        return torch.Generator().manual_seed(self._seed + self._epoch)
-
-    def __len__(self) -> int:
-        count = len(self._places)
-        return count - count % self.batch_size if self._drops_last else count
-
-    def __iter__(self) -> Iterator[int]:
-        count, rows = len(self._places), self.batch_size
-        random = self.generator()
-        order = _by_bucket(self._places, random if self._shuffle else None)
-        full = count // rows
-        for number in torch.randperm(full, generator=random).tolist() if self._shuffle else range(full):
-            yield from order[number * rows : (number + 1) * rows].tolist()
-        if not self._drops_last:
-            yield from order[full * rows :].tolist()
-
-
-def _by_bucket(places: Any, random: torch.Generator | None) -> Any:
-    """Samples in random order or as they are, those of the longest bucket first."""
-    count = len(places)
-    order = numpy.arange(count) if random is None else torch.randperm(count, generator=random).numpy()
-    return order[numpy.argsort(-places[order], kind="stable")]
-
-
-class BucketBatches(BatchSampler):
-    """Yields batches of lengths of one bucket each, as lists of samples; each bucket has its own number of rows.
-
-    Samples of the next shorter bucket fill up the last batch of each. At most one batch has fewer rows than others of
-    its bucket: the last. The order depends on the seed and the epoch alone.
+    Samples of the next shorter bucket fill up the last batch of each. At most one batch has fewer samples than others
+    of its bucket: the last, of the shortest samples. The others are in random order. The order depends on the seed and
+    the epoch alone.
 
     Args:
         bounds: of the buckets, ascending.
-        rows_of: samples in a batch of each bucket.
+        rows_of: samples in a batch of each bucket, of all processes.
         lengths: of each sample.
         seed: of the order.
         shuffle: whether the order is random; otherwise it is that of the data, the longest bucket first.
-        drop_last: whether a last batch of fewer rows is left out.
+        drop_last: whether a last batch of fewer samples is left out.
     """
 
     def __init__(
@@ -137,37 +73,69 @@ class BucketBatches(BatchSampler):
         shuffle: bool,
         drop_last: bool,
     ) -> None:
-        # As loaders want to know them of any batch sampler; the sampler knows the epoch.
-        self.sampler = self._order = BucketSampler(bounds, lengths, 1, seed=seed, shuffle=shuffle, drop_last=drop_last)
         self.batch_size = max(rows_of)
-        self.drop_last = drop_last
         # What the order depends on, for checkpoints.
-        self.arranged_by = (*rows_of, *bounds, seed)
-        self._shuffle = shuffle
+        self.arranged_by = (*(rows_of if len(set(rows_of)) > 1 else rows_of[:1]), *bounds, seed)
         self._places = numpy.searchsorted(bounds, numpy.asarray(lengths))
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        # Where batches begin and end, of the samples with the longest first.
         self._parts: list[tuple[int, int]] = []
         begin, longest_first = 0, numpy.sort(self._places)[::-1]
         while begin < len(longest_first):
             end = begin + rows_of[longest_first[begin]]
-            self._parts.append((begin, end))
+            if end <= len(longest_first) or not drop_last:
+                self._parts.append((begin, min(end, len(longest_first))))
             begin = end
-        self._has_partial = begin > len(longest_first)
-        if self._has_partial and drop_last:
-            self._parts.pop()
-            self._has_partial = False
+        self._whole = len(self._parts) - (begin > len(longest_first) and not drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """The next order is that of an epoch."""
-        self._order.set_epoch(epoch)
+        self._epoch = epoch
 
     def __len__(self) -> int:
+        return self._parts[-1][1] if self._parts else 0
+
+    @property
+    def batch_count(self) -> int:
+        """How many batches an epoch has."""
         return len(self._parts)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        random = self._order.generator()
-        order = _by_bucket(self._places, random if self._shuffle else None)
-        whole = len(self._parts) - self._has_partial
-        numbers = torch.randperm(whole, generator=random).tolist() if self._shuffle else list(range(whole))
-        for number in [*numbers, *range(whole, len(self._parts))]:
-            begin, end = self._parts[number]
+    def batches(self) -> Iterator[list[int]]:
+        """The batches of the epoch."""
+        count = len(self._places)
+        random = torch.Generator().manual_seed(self._seed + self._epoch)
+        order = torch.randperm(count, generator=random).numpy() if self._shuffle else numpy.arange(count)
+        # The longest bucket first, each in the order of above.
+        order = order[numpy.argsort(-self._places[order], kind="stable")]
+        numbers = torch.randperm(self._whole, generator=random).tolist() if self._shuffle else list(range(self._whole))
+        for begin, end in [self._parts[number] for number in numbers] + self._parts[self._whole :]:
             yield order[begin:end].tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in self.batches():
+            yield from batch
+
+
+class BucketBatches(BatchSampler):
+    """The batches of a `BucketSampler`, for buckets with different numbers of rows.
+
+    Args:
+        sampler: that one, which knows the epoch.
+        drop_last: as it was given.
+    """
+
+    def __init__(self, sampler: BucketSampler, *, drop_last: bool) -> None:
+        super().__init__(sampler, sampler.batch_size, drop_last)
+        self._batches = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next order is that of an epoch."""
+        self._batches.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return self._batches.batch_count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches.batches()

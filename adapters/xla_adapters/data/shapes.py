@@ -376,7 +376,8 @@ class Shapes:
             shuffle: whether the order is random.
             drop_last: whether a last batch of fewer rows is left out.
         """
-        return BucketSampler(self.bounds, lengths, rows, seed=seed, shuffle=shuffle, drop_last=drop_last)
+        rows_of = [rows] * len(self.bounds)
+        return BucketSampler(self.bounds, rows_of, lengths, seed=seed, shuffle=shuffle, drop_last=drop_last)
 
     def batch_sampler(
         self, lengths: Sequence[int], *, seed: int = 0, shuffle: bool = True, drop_last: bool = False
@@ -394,13 +395,14 @@ class Shapes:
         """
         if self.policy.tokens_per_batch is None or not self.rows_of:
             raise ConfigError(
-                "batch_sampler: how many rows are in a batch? Give the ShapePolicy tokens_per_batch, and fit it"
+                "batch_sampler: the rows of a batch are not known. Give tokens_per_batch to the ShapePolicy, and fit it"
             )
         if max(lengths, default=0) > self.bounds[-1]:
             raise ConfigError(
                 f"batch_sampler: a sample of {max(lengths)} is longer than the last bucket, {self.bounds[-1]}"
             )
-        return BucketBatches(self.bounds, self.rows_of, lengths, seed=seed, shuffle=shuffle, drop_last=drop_last)
+        order = BucketSampler(self.bounds, self.rows_of, lengths, seed=seed, shuffle=shuffle, drop_last=drop_last)
+        return BucketBatches(order, drop_last=drop_last)
 
     def phase(self, batch: Any) -> str:
         """The length of a batch in words, for the name of its phase; empty if it is no bound, or the only one."""

@@ -23,7 +23,7 @@ from xla_adapters.open_step import in_step
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime, prepare
 from xla_adapters.tools.check_facts import Compile, DtypeUse, Facts, HostOperator, LoaderFacts, Place, StepFacts, Told
-from xla_adapters.tools.user_script import FilesWritten, Hand, Stop, put_in, run_command, skipping_saves
+from xla_adapters.tools.user_script import FilesWritten, Hand, Stop, put_in, run_command, skipping_saves, warning_only
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
 from xla_adapters.tracing.operation_log import Call, OperationLog, Update
 from xla_adapters.tracing.scope_report import ScopeReport
@@ -108,7 +108,7 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """A context in which steps are watched, and graph breaks are warnings."""
         around: list[tuple[Any, str, Callable[[Any], Any]]] = [
-            (XLAConfig, "__post_init__", self._config),
+            (XLAConfig, "__post_init__", warning_only(self.change)),
             (StepProgram, "open", self._open),
             (StepProgram, "close", self._close),
             (Step, "__enter__", self._enter),
@@ -121,18 +121,6 @@ class Watch:
             yield
 
     # ---- what is wrapped -------------------------------------------------------------------------
-
-    def _config(self, check: Callable[[XLAConfig], None]) -> Callable[[XLAConfig], None]:
-        def checked(config: XLAConfig) -> None:
-            for name, value in (("xla_mode", "eager+compile"), ("on_graph_break", "warn"), ("on_recompile", "warn")):
-                given = getattr(config, name)
-                if name == "xla_mode" and given != value:
-                    self.change(f"xla_mode={given!r}: checked as {value!r}, the mode that compiles steps")
-                object.__setattr__(config, name, value)
-            object.__setattr__(config, "max_graphs", None)
-            check(config)
-
-        return checked
 
     def _open(self, opened: Callable[..., None]) -> Callable[..., None]:
         def open_program(program: StepProgram, **options: Any) -> None:

@@ -27,7 +27,7 @@ from xla_adapters.data.shapes import ShapeNotices, ShapePolicy, Shapes
 from xla_adapters.errors import ConfigError
 from xla_adapters.replay.program import StepProgram
 from xla_adapters.runtime import get_runtime, prepare, runtime_name
-from xla_adapters.tools.user_script import Hand, Stop, put_in, run_command, skipping_saves
+from xla_adapters.tools.user_script import Hand, Stop, put_in, run_command, skipping_saves, warning_only
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.utils.child_process import Asked, ask
 from xla_adapters.utils.location import location_of
@@ -325,23 +325,13 @@ class _Watch:
     def watching(self) -> Any:
         """A context in which steps are timed, and graph breaks are warnings."""
         return wrapped(
-            (XLAConfig, "__post_init__", self._config),
+            (XLAConfig, "__post_init__", warning_only(self._timed.notes.append)),
             (ShapePolicy, "fit", self._fit),
             (ShapeNotices, "announce", self._announce),
             (ShapeNotices, "warn", self._warn),
             (StepProgram, "open", self._open),
             (StepProgram, "close", self._close),
         )
-
-    def _config(self, check: Callable[[XLAConfig], None]) -> Callable[[XLAConfig], None]:
-        def checked(config: XLAConfig) -> None:
-            # As a check of a script has it.
-            for name, value in (("xla_mode", "eager+compile"), ("on_graph_break", "warn"), ("on_recompile", "warn")):
-                object.__setattr__(config, name, value)
-            object.__setattr__(config, "max_graphs", None)
-            check(config)
-
-        return checked
 
     def _fit(self, fit: Callable[..., Shapes]) -> Callable[..., Shapes]:
         def fitted(policy: ShapePolicy, *args: Any, **options: Any) -> Shapes:
@@ -410,6 +400,11 @@ class _Watch:
 
     def _note(self, shapes: Shapes, report: ScopeReport, seconds: float | None) -> None:
         found = _LENGTH.search(self._phase)
+        if found is None and len(shapes.bounds) > 1:
+            # A batch that keeps its length, of which nothing is to be learned.
+            if self._steps >= _MOST_STEPS:
+                raise Stop
+            return
         length = int(found[1]) if found else shapes.bounds[-1]
         if report.compiles:
             known = self._timed.compiles

@@ -26,6 +26,7 @@ import safetensors.torch
 import torch
 
 from xla_adapters.checkpoint import Checkpoint, CheckpointStore
+from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError
 from xla_adapters.utils.location import line_of_caller
 from xla_adapters.utils.patching import replaced
@@ -192,6 +193,28 @@ class _Loader(importlib.abc.Loader):
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._imported(module)
+
+
+def warning_only(change: Callable[[str], None]) -> Callable[[Callable[[XLAConfig], None]], Callable[[XLAConfig], None]]:
+    """A wrapper of `XLAConfig.__post_init__`: steps are compiled, and nothing that costs time is an error.
+
+    Args:
+        change: notes what was replaced, in words.
+    """
+
+    def wrapper(check: Callable[[XLAConfig], None]) -> Callable[[XLAConfig], None]:
+        def checked(config: XLAConfig) -> None:
+            for name, value in (("xla_mode", "eager+compile"), ("on_graph_break", "warn"), ("on_recompile", "warn")):
+                given = getattr(config, name)
+                if name == "xla_mode" and given != value:
+                    change(f"xla_mode={given!r}: checked as {value!r}, the mode that compiles steps")
+                object.__setattr__(config, name, value)
+            object.__setattr__(config, "max_graphs", None)
+            check(config)
+
+        return checked
+
+    return wrapper
 
 
 # ---- files -------------------------------------------------------------------------------------------
