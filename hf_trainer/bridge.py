@@ -212,7 +212,7 @@ class Bridge:
             stack.callback(self.run_stats.stop)
             yield stack.enter_context(self.checkpoints.training(resume_from))
             # What the last steps have left to look at: checks of a model, say.
-            get_runtime().transfers.deliver_piggy_backed()
+            get_runtime().transfers.deliver_piggy_backed(at_the_end=True)
             if self.sharding.ranks is not None:
                 self.sharding.ranks.ranks.ends(f"train(), after {trainer.state.global_step} steps")
 

@@ -406,7 +406,7 @@ class LoopSteps(Callback):
         self._stalls.stop()
         self._driver.end(replays=False)
         # What the last steps have left to look at: checks of a model, say.
-        get_runtime().transfers.deliver_piggy_backed()
+        get_runtime().transfers.deliver_piggy_backed(at_the_end=True)
         if self._ranks is not None:
             self._ranks.ranks.ends(f"fit(), after {self._trainer.global_step} steps")
 

@@ -388,7 +388,8 @@ class ExecutableCache:
             plan.failures = plan.replayed = 0
             plan.due, plan.trusted = next_due(0, self.verify_every), self.calls()
 
-        runtime.transfers.piggy_back([number.value for number in (*call.numbers, *before.numbers)], prepare)
+        numbers = [number.value for number in (*call.numbers, *before.numbers)]
+        runtime.transfers.piggy_back(numbers, prepare, must_arrive=False)
 
     def _fail(self, plan: _Plan, reason: str, spec: CallSpec) -> None:
         plan.failures += 1

@@ -138,7 +138,7 @@ class DeferredNumbers:
         """The step was executed: the numbers travel to the host with the next values that do."""
         self._phase, self._split, self._ends, self._tensors = _Phase.EXECUTED, None, bool, []
         if self.stacked:
-            self._runtime.transfers.piggy_back(self.stacked, self._receive)
+            self._runtime.transfers.piggy_back(self.stacked, self._receive, must_arrive=bool(self._checks))
 
     def discard(self) -> None:
         """The step was discarded: its numbers were never computed."""

@@ -45,16 +45,23 @@ class Transfers(Protocol):
             Tensors of no dimension, to be passed to `Executables.run` alone.
         """
 
-    def piggy_back(self, tensors: Sequence[torch.Tensor], receive: Callable[[list[torch.Tensor]], None]) -> None:
+    def piggy_back(
+        self, tensors: Sequence[torch.Tensor], receive: Callable[[list[torch.Tensor]], None], *, must_arrive: bool
+    ) -> None:
         """Copies tensors to the host together with the next call of `to_host`, which costs no transfer of its own.
 
         Args:
             tensors: on the device; kept alive until then.
             receive: called with the copies, in the same order, before that `to_host` returns.
+            must_arrive: whether a training may not end without them.
         """
 
-    def deliver_piggy_backed(self) -> None:
-        """Copies now what waits in `piggy_back`; no transfer if nothing does."""
+    def deliver_piggy_backed(self, *, at_the_end: bool = False) -> None:
+        """Copies now what waits in `piggy_back`; no transfer if nothing does.
+
+        Args:
+            at_the_end: of a training: no transfer, too, if nothing waits that must arrive.
+        """
 
 
 # ---- copies that are told -------------------------------------------------------------------------

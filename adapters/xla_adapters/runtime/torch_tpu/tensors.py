@@ -27,6 +27,7 @@ class TPUTransfers:
         self._device = device
         self._counters = counters
         self._waiting: list[tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], None]]] = []
+        self._must_arrive = False
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Transfers`."""
@@ -46,12 +47,18 @@ class TPUTransfers:
             tell_copy(tensors)
         return [tensor.detach().to("cpu") for tensor in tensors]
 
-    def piggy_back(self, tensors: Sequence[torch.Tensor], receive: Callable[[list[torch.Tensor]], None]) -> None:
+    def piggy_back(
+        self, tensors: Sequence[torch.Tensor], receive: Callable[[list[torch.Tensor]], None], *, must_arrive: bool
+    ) -> None:
         """See `Transfers`."""
         self._waiting.append((list(tensors), receive))
+        self._must_arrive |= must_arrive
 
-    def deliver_piggy_backed(self) -> None:
+    def deliver_piggy_backed(self, *, at_the_end: bool = False) -> None:
         """See `Transfers`."""
+        if at_the_end and not self._must_arrive:
+            return
+        self._must_arrive = False
         waiting, self._waiting = self._waiting, []
         for tensors, receive in waiting:
             receive(self.to_host(tensors))

@@ -29,6 +29,7 @@ class XLATransfers:
         self._device = device
         self._tracing = tracing
         self._piggy_backed: list[tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], None]]] = []
+        self._must_arrive = False
         # `Spmd.gathering_on_host` replaces it in torch_xla.
         self._stock_get_cpu_tensors: Callable[..., Any] = _C._xla_get_cpu_tensors
 
@@ -58,17 +59,20 @@ class XLATransfers:
             return self._copy_to_host(tensors)
         return self._copy_with_piggy_backed(tensors)
 
-    def piggy_back(self, tensors: Sequence[torch.Tensor], receive: Callable[[list[torch.Tensor]], None]) -> None:
+    def piggy_back(
+        self, tensors: Sequence[torch.Tensor], receive: Callable[[list[torch.Tensor]], None], *, must_arrive: bool
+    ) -> None:
         """See `Transfers`."""
         self._piggy_backed.append((list(tensors), receive))
+        self._must_arrive |= must_arrive
 
-    def deliver_piggy_backed(self) -> None:
+    def deliver_piggy_backed(self, *, at_the_end: bool = False) -> None:
         """See `Transfers`."""
-        if self._piggy_backed:
+        if self._must_arrive if at_the_end else self._piggy_backed:
             self._copy_with_piggy_backed([])
 
     def _copy_with_piggy_backed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        waiting, self._piggy_backed = self._piggy_backed, []
+        waiting, self._piggy_backed, self._must_arrive = self._piggy_backed, [], False
         copies = self._copy_to_host([*tensors, *(tensor for group, _ in waiting for tensor in group)])
         rest = copies[len(tensors) :]
         for group, receive in waiting:
