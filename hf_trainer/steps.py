@@ -43,7 +43,7 @@ from xla_adapters import XLAConfig, get_runtime
 from xla_adapters.data.batches import token_count
 from xla_adapters.insight.run_record import RunRecord
 from xla_adapters.insight.times import STEP
-from xla_adapters.loop.gradients import schedule_sees_gradients
+from xla_adapters.loop.gradient_reads import schedule_sees_gradients
 from xla_adapters.loop.steps import StepDriver, around_run, check_loss
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.safety import is_trusted

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from xla_adapters import get_runtime
 from xla_adapters.loop.replay import StepCode, batch_of, key_of, optimizer_obstacle
-from xla_adapters.replay.bound import Owner
+from xla_adapters.replay.attribute_changes import Owner
 from xla_adapters.replay.call_spec import CallSpec, batch_obstacle
 from xla_adapters.replay.safety import (
     DATA,

@@ -24,7 +24,7 @@ from lightning_strategy.shapes import LoaderShapes
 from lightning_strategy.sharding import ModuleSharding
 from xla_adapters import StepProgram, XLAConfig, get_runtime, in_step
 from xla_adapters.errors import CheckpointError
-from xla_adapters.loop.gradients import mentions_gradients, schedule_sees_gradients
+from xla_adapters.loop.gradient_reads import mentions_gradients, schedule_sees_gradients
 from xla_adapters.loop.replay import allowed
 from xla_adapters.loop.steps import StallWatch, StepDriver, check_loss
 from xla_adapters.replay.call_spec import CallSpec

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from xla_adapters.data.shapes import ShapePolicy
     from xla_adapters.insight.counters import StepCounters, count
     from xla_adapters.replay.compiled_step import CompiledStep
-    from xla_adapters.replay.program import StepProgram
     from xla_adapters.replay.safety.trusted import replay_safe
+    from xla_adapters.replay.step_program import StepProgram
     from xla_adapters.runtime import eager, get_runtime, initialize
     from xla_adapters.runtime.rng import StepSeed
     from xla_adapters.sharding import distribute_module
@@ -86,7 +86,7 @@ _HOMES = {
     "CompiledStep": "replay.compiled_step",
     "ShapePolicy": "data.shapes",
     "StepCounters": "insight.counters",
-    "StepProgram": "replay.program",
+    "StepProgram": "replay.step_program",
     "StepScope": "tracing.step_scope",
     "StepSeed": "runtime.rng",
     "count": "insight.counters",

@@ -19,7 +19,7 @@ from lightning_strategy import XLAEagerStrategy
 from tests.hf_trainer.scenarios import Classifier, arguments, assert_close, on_cpu, vector_samples
 from tests.lightning_strategy.scenarios import trainer as lightning_trainer
 from tests.trainers import each_trainer
-from xla_adapters.loop.gradients import mentions_gradients, schedule_sees_gradients
+from xla_adapters.loop.gradient_reads import mentions_gradients, schedule_sees_gradients
 
 pytestmark = pytest.mark.isolated
 

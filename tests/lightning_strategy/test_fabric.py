@@ -477,7 +477,7 @@ def test_an_exception_in_the_step_leaves_everything_as_it_was() -> None:
 def test_a_step_that_does_not_begin_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = xla_loop()
     with monkeypatch.context() as patched:
-        patched.setattr("xla_adapters.replay.program.apply_process_options", Mock(side_effect=ValueError("no")))
+        patched.setattr("xla_adapters.replay.step_program.apply_process_options", Mock(side_effect=ValueError("no")))
         with pytest.raises(ValueError, match="no"), ours.step():
             pass
     assert ours.fabric.strategy.step_count == 0

@@ -11,7 +11,7 @@ from torch import nn
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
 from tests.isolation import isolated, run_in_child
-from tests.replay.replay_twins import Twin, assert_twins
+from tests.replay.with_and_without_replay import Twin, assert_twins
 from xla_adapters import CompiledStep, XLAConfig
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.capture import CaptureScope
@@ -156,7 +156,7 @@ def test_state_lives_in_as_many_buffers_as_before() -> None:
     """What a replay writes back is let go of again: the number of live device tensors does not grow."""
     import torch_xla
 
-    from xla_adapters.replay.prepared_call import WRITES_KEPT
+    from xla_adapters.replay.launcher import WRITES_KEPT
 
     twin = Twin("auto")
     twin.run(20)

@@ -16,7 +16,7 @@ from torch import nn
 
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
-from tests.replay.replay_twins import Twin, assert_twins
+from tests.replay.with_and_without_replay import Twin, assert_twins
 from tests.support import update
 from xla_adapters import (
     CompiledStep,
@@ -25,7 +25,7 @@ from xla_adapters import (
     XLAConfig,
     replay_safe,
 )
-from xla_adapters.replay.guards.part import Part
+from xla_adapters.replay.guards.containers import Part
 from xla_adapters.runtime import eager
 
 pytestmark = pytest.mark.isolated

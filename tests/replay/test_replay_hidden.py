@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
 from tests.replay.alike import Body, alike, update_of
-from tests.replay.replay_twins import Twin
+from tests.replay.with_and_without_replay import Twin
 from tests.support import differences, update
 from xla_adapters import CompiledStep
 from xla_adapters.tracing.activation_checkpointing import checkpoint

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.device import DEVICE, ON_TORCH_TPU
-from tests.replay.replay_twins import Twin, assert_twins
+from tests.replay.with_and_without_replay import Twin, assert_twins
 from xla_adapters import CompiledStep, XLAConfig
 
 pytestmark = pytest.mark.isolated

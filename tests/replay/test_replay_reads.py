@@ -15,7 +15,7 @@ from torch import nn
 import xla_adapters
 from tests.device import DEVICE
 from tests.replay.replay_cases import assert_followed, assert_traced
-from tests.replay.replay_twins import Twin
+from tests.replay.with_and_without_replay import Twin
 from tests.support import differences
 from xla_adapters import CompiledStep
 

@@ -10,8 +10,8 @@ import torch
 
 import xla_adapters
 from tests.isolation import isolated
-from tests.replay.replay_twins import Twin
-from xla_adapters.replay.prepared_call import WRITES_KEPT, RunAhead
+from tests.replay.with_and_without_replay import Twin
+from xla_adapters.replay.launcher import WRITES_KEPT, RunAhead
 from xla_adapters.runtime.torch_xla.cached_graphs import EXECUTIONS_KEPT, TakenValues
 
 

@@ -18,7 +18,7 @@ import torch
 
 import xla_adapters
 from tests.isolation import isolated, run_in_child
-from tests.replay.replay_twins import Twin
+from tests.replay.with_and_without_replay import Twin
 from xla_adapters import CompiledStep, ConfigError, StepSeed, XLAConfig
 from xla_adapters.checkpoint import TrainingState
 from xla_adapters.errors import RandomAlgorithmWarning

@@ -13,7 +13,13 @@ import pytest
 
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import CollectiveCost, HloStats, Measurement, Mesh, read_hlo
-from xla_adapters.sharding.hlo import CollectiveOp, axis_of, axis_of_pairs, read_groups, ring_wire_bytes
+from xla_adapters.sharding.communication_volume import (
+    CollectiveOp,
+    axis_of,
+    axis_of_pairs,
+    read_groups,
+    ring_wire_bytes,
+)
 from xla_adapters.sharding.hlo_text import MemoryReport, bytes_by_dtype, elements, read_memory_report
 from xla_adapters.sharding.visualize import slices
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 import xla_adapters
 from tests.isolation import isolated
 from tests.support import Loop, differences, flags, state_of
-from xla_adapters.replay.program import StepProgram
+from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.tracing.discarding import Discarding
 
 pytestmark = pytest.mark.isolated

@@ -19,7 +19,7 @@ import torch
 from xla_adapters.insight.run_report import Preflight, RunReport, StepSummary
 from xla_adapters.insight.times import COMPILE, INPUT, KINDS, OTHER, SAVE, STEP, StepTimes, WallClock, stepping
 from xla_adapters.insight.transfer_lines import TransferLines
-from xla_adapters.replay.program import StepProgram
+from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime
 from xla_adapters.sharding.planner import Topology
 from xla_adapters.tracing.compile_events import CompileEvent, listening

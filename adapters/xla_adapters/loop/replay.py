@@ -11,8 +11,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._pytree import tree_flatten
 
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.program import StepProgram
 from xla_adapters.replay.safety import Analysis, FrameworkModel
+from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.replay.tracked_code import TrackedCode
 from xla_adapters.utils.nested_values import as_dicts
 

@@ -14,7 +14,7 @@ import torch
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.open_step import in_step
-from xla_adapters.replay.program import StepProgram
+from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.discarding import Discarding

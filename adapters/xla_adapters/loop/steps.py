@@ -16,7 +16,7 @@ from xla_adapters.checkpoint import Watchdog
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import LossError, hide_own_frames
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.program import StepProgram
+from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.runtime import eager, get_runtime
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.discarding import Discarding

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from xla_adapters.replay.slots import CannotReplay, Computed
+from xla_adapters.replay.tensor_places import CannotReplay, Computed
 from xla_adapters.runtime import Runtime
-from xla_adapters.tracing.answers import Answers
+from xla_adapters.tracing.allowed_reads import Answers
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, DeferredNumbers, Expression
 from xla_adapters.tracing.host_values import HostValue, Known
 from xla_adapters.tracing.reads_on_host import compute

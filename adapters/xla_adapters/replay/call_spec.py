@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from xla_adapters.replay.bound import Owner
+from xla_adapters.replay.attribute_changes import Owner
 from xla_adapters.replay.guards import nothing_exempt
 from xla_adapters.replay.safety.trusted import is_trusted
-from xla_adapters.replay.slots import CallTensors
+from xla_adapters.replay.tensor_places import CallTensors
 from xla_adapters.utils.nested_values import is_simple, own_attributes
 
 

@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from xla_adapters.replay.batch_reads import NUMBERS, BatchReads, reads_of
-from xla_adapters.replay.cached_call import CachedCall, GradientChanges, GraphValues, HostEffects
-from xla_adapters.replay.cached_scope import CachedScope
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.graph_slots import GraphSlots, storage_of
+from xla_adapters.replay.executable_scope import CachedScope
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
 from xla_adapters.replay.held_values import groups
-from xla_adapters.replay.number import Update
+from xla_adapters.replay.inputs_and_outputs import GraphSlots, storage_of
+from xla_adapters.replay.number_inputs import Update
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
-from xla_adapters.replay.slots import CannotReplay, Slot
+from xla_adapters.replay.tensor_places import CannotReplay, Slot
+from xla_adapters.replay.traced_call import CachedCall, GradientChanges, GraphValues, HostEffects
 from xla_adapters.replay.verification import Verification
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.tracing.undo_log import UndoLog

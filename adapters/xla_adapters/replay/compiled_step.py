@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError
 from xla_adapters.replay.call_spec import CallSpec, batch_obstacle
-from xla_adapters.replay.program import StepProgram
 from xla_adapters.replay.safety import MODULE_CALLS, Analysis, Batch, FrameworkModel, Unsafe, Value, nothing
+from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.replay.tracked_code import TrackedCode
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.rng import StepSeed

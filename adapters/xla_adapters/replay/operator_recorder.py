@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from xla_adapters.replay.slots import CannotReplay
+from xla_adapters.replay.tensor_places import CannotReplay
 
 # Operators whose Python numbers become inputs of the graph; those of all others are part of the graph.
 _WITH_INPUTS = frozenset(

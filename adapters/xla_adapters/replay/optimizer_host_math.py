@@ -18,10 +18,10 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
 from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
-from xla_adapters.replay.number import Update
+from xla_adapters.replay.number_inputs import Update
 from xla_adapters.replay.operator_recorder import OperatorRecorder
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
-from xla_adapters.replay.slots import CannotReplay
+from xla_adapters.replay.tensor_places import CannotReplay
 from xla_adapters.tracing.optimizers import stand_in_for
 from xla_adapters.utils.nested_values import is_simple
 from xla_adapters.utils.torch_modes import as_if_compiling, leave_function_mode

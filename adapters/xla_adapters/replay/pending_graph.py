@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from xla_adapters.replay.bound import BoundState
-from xla_adapters.replay.slots import CallTensors, CannotReplay, Slot
+from xla_adapters.replay.attribute_changes import BoundState
+from xla_adapters.replay.tensor_places import CallTensors, CannotReplay, Slot
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.undo_log import TensorEntry, UndoLog
 

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_unflatten
 from xla_adapters.errors import DeviceOutOfMemoryError, TensorReadError
 from xla_adapters.open_step import open_step
 from xla_adapters.replay.batch_reads import NUMBERS, ReadsOfReplay
-from xla_adapters.replay.number import Number, Update
-from xla_adapters.replay.prepared_call import PreparedCall
-from xla_adapters.replay.slots import CallTensors, Computed, Slot
+from xla_adapters.replay.launcher import PreparedCall
+from xla_adapters.replay.number_inputs import Number, Update
+from xla_adapters.replay.tensor_places import CallTensors, Computed, Slot
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.interrupts import InterruptGuard, at_edge

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from xla_adapters.replay.cached_call import CachedCall
-from xla_adapters.replay.prepared_call import PreparedCall
-from xla_adapters.replay.slots import CallTensors, CannotReplay, Slot
+from xla_adapters.replay.launcher import PreparedCall
+from xla_adapters.replay.tensor_places import CallTensors, CannotReplay, Slot
+from xla_adapters.replay.traced_call import CachedCall
 from xla_adapters.runtime import Runtime
 from xla_adapters.utils.nested_values import same_bits
 

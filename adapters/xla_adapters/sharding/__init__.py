@@ -10,10 +10,10 @@ Other rooms import from here, and from the rooms in this one: planner/ (which im
 """
 
 from xla_adapters.sharding.collectives import gathered_in_step, reduced_in_step
+from xla_adapters.sharding.communication_volume import HloStats, read_hlo
 from xla_adapters.sharding.config import MEASURED_PLANS, Scheme, ShardingConfig, TopologyName
 from xla_adapters.sharding.data_parallel import DataParallel, launched_ranks, share_state
 from xla_adapters.sharding.distribute import accept_placements, distribute_module, place_batch, plan_of
-from xla_adapters.sharding.hlo import HloStats, read_hlo
 from xla_adapters.sharding.mesh import Mesh
 from xla_adapters.sharding.model_loading import Around, checkpoint_activations, load_model
 from xla_adapters.sharding.placement import Placement

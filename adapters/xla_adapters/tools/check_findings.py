@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from xla_adapters.tools.check_facts import Compile, Facts, LoaderFacts, Place, Told
-from xla_adapters.tracing.ways_out import way_out
+from xla_adapters.tracing.remedies import way_out
 
 # A smaller share of padding is not worth a change.
 _PADDING = 0.25

@@ -20,7 +20,7 @@ from xla_adapters import errors
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import XLAAdapterError
 from xla_adapters.open_step import in_step
-from xla_adapters.replay.program import StepProgram
+from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.runtime import Metrics, get_runtime, prepare
 from xla_adapters.tools.check_facts import Compile, DtypeUse, Facts, HostOperator, LoaderFacts, Place, StepFacts, Told
 from xla_adapters.tools.user_script import FilesWritten, Hand, Stop, put_in, run_command, skipping_saves, warning_only

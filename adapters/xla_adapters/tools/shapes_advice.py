@@ -25,7 +25,7 @@ from xla_adapters.config import XLAConfig
 from xla_adapters.data.batches import sample_count
 from xla_adapters.data.shapes import ShapeNotices, ShapePolicy, Shapes
 from xla_adapters.errors import ConfigError
-from xla_adapters.replay.program import StepProgram
+from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.runtime import get_runtime, prepare, runtime_name
 from xla_adapters.tools.user_script import Hand, Stop, put_in, run_command, skipping_saves, warning_only
 from xla_adapters.tracing.scope_report import ScopeReport

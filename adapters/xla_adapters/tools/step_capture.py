@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from xla_adapters.replay.program import StepProgram
+from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.runtime import Runtime, get_runtime, using_runtime
 from xla_adapters.runtime.transfers import note_upload
 from xla_adapters.sharding import ShardingPlan

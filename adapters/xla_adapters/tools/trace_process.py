@@ -24,7 +24,7 @@ from torch.utils import _pytree
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError
-from xla_adapters.replay.program import StepProgram
+from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.runtime import eager, get_runtime, prepare, runtime_name
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import Placement, ShardingConfig, ShardingPlan

@@ -9,8 +9,8 @@ import torch
 
 from xla_adapters.hlo.cost import cost_of
 from xla_adapters.runtime import Runtime
-from xla_adapters.tracing.graph_difference import common_length
 from xla_adapters.tracing.operation_log import OperationLog
+from xla_adapters.tracing.recompile_causes import common_length
 from xla_adapters.tracing.undo_log import UndoLog
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))

@@ -9,13 +9,13 @@ import torch
 
 from xla_adapters.errors import BreakKind, GraphBreakError
 from xla_adapters.runtime import Runtime, RuntimeEvent
-from xla_adapters.tracing.answers import Answers
-from xla_adapters.tracing.breaks import Break, BreakPolicy, ProfilerScopes, classify_read, kind_of_error
+from xla_adapters.tracing.allowed_reads import Answers
+from xla_adapters.tracing.break_policy import Break, BreakPolicy, ProfilerScopes, classify_read, kind_of_error
 from xla_adapters.tracing.forward_lines import ENGINE, failed_call, line_by_name, refused_function
 from xla_adapters.tracing.library_reads import LibraryReads, library_reads
 from xla_adapters.tracing.operation_log import OperationLog
+from xla_adapters.tracing.remedies import SEARCH_FOR_NAN, TENSOR_AS_RATE
 from xla_adapters.tracing.undo_log import UndoLog
-from xla_adapters.tracing.ways_out import SEARCH_FOR_NAN, TENSOR_AS_RATE
 from xla_adapters.utils.location import Location, current_location, location_of, location_of_line
 
 # The folder of torch's optimizers.

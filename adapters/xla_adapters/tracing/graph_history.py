@@ -14,8 +14,8 @@ from xla_adapters.errors import GraphLimitError
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.compile_events import CompileEvent, tell
 from xla_adapters.tracing.graph_analysis import GraphAnalyses, pending_outputs
-from xla_adapters.tracing.graph_difference import common_length, explain_difference
 from xla_adapters.tracing.operation_log import OperationLog
+from xla_adapters.tracing.recompile_causes import common_length, explain_difference
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.location import line_of_user, place_text

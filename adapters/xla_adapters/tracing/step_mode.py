@@ -22,9 +22,9 @@ from xla_adapters.lowerings import (
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.transfers import upload_scalar
-from xla_adapters.tracing.answers import NO_ANSWER, Answers
+from xla_adapters.tracing.allowed_reads import NO_ANSWER, Answers
 from xla_adapters.tracing.index_check import LOOKUPS, IndexCheck
-from xla_adapters.tracing.operands import PRODUCTS, host_tensor_error, refuse_mixed_dtypes
+from xla_adapters.tracing.operand_checks import PRODUCTS, host_tensor_error, refuse_mixed_dtypes
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.step_profile import BACKWARD, SPANS
 from xla_adapters.tracing.undo_log import UndoLog

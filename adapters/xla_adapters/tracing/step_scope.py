@@ -25,7 +25,7 @@ from xla_adapters.runtime import Runtime, RuntimeEvent, get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.activation_checkpointing import checkpointing_on_device
-from xla_adapters.tracing.breaks import BreakPolicy
+from xla_adapters.tracing.break_policy import BreakPolicy
 from xla_adapters.tracing.compile_progress import compile_progress
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.graph_analysis import GraphAnalysis
@@ -35,9 +35,9 @@ from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
 from xla_adapters.tracing.list_updates import ListUpdates, updates_of_lists
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
+from xla_adapters.tracing.step_hooks import ModuleGuard, UpdateGuard
 from xla_adapters.tracing.step_mode import StepMode
 from xla_adapters.tracing.undo_log import UndoLog, note_updated, own_buffers_for_update
-from xla_adapters.tracing.updates import ModuleGuard, UpdateGuard
 from xla_adapters.utils.patching import with_stack_room
 from xla_adapters.utils.torch_modes import as_in_one_graph, inference_mode_as_no_grad, without_dispatch_modes
 

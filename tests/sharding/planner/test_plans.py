@@ -28,7 +28,7 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Mesh, ParameterPlan, PlanCost, ShardingConfig, ShardingPlan, template
 from xla_adapters.sharding.mesh import Spec, used_axes
 from xla_adapters.sharding.planner import Topology
-from xla_adapters.sharding.planner.program import Program
+from xla_adapters.sharding.planner.integer_program import Program
 
 pytestmark = pytest.mark.isolated
 

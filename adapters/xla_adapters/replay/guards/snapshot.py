@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from xla_adapters.replay.guards.part import Part, PartsCheck, Slots, said
+from xla_adapters.replay.guards.containers import Part, PartsCheck, Slots, said
 from xla_adapters.replay.safety.guards import content_of
 from xla_adapters.replay.safety.trusted import (
     is_installed_file,

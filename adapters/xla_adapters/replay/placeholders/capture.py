@@ -10,15 +10,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from xla_adapters.replay.bound import BoundState
+from xla_adapters.replay.attribute_changes import BoundState
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.capture import loose_tensors
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
-from xla_adapters.replay.number import Update
+from xla_adapters.replay.number_inputs import Update
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
-from xla_adapters.replay.placeholders.recorded_call import HostOptimizers, RecordedCall
+from xla_adapters.replay.placeholders.traced_call import HostOptimizers, RecordedCall
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
-from xla_adapters.replay.slots import CannotReplay, Kept, Slot
+from xla_adapters.replay.tensor_places import CannotReplay, Kept, Slot
 from xla_adapters.tracing.placeholders.program import Program
 from xla_adapters.tracing.placeholders.scope import PlaceholderScope
 from xla_adapters.tracing.placeholders.trace import Trace

@@ -28,7 +28,7 @@ from torch.utils import _pytree
 from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
 from xla_adapters.runtime import eager, get_runtime
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
-from xla_adapters.sharding.hlo import read_hlo
+from xla_adapters.sharding.communication_volume import read_hlo
 from xla_adapters.sharding.hlo_text import read_memory_report
 from xla_adapters.sharding.placement import Placement
 from xla_adapters.sharding.plan import ShardingPlan

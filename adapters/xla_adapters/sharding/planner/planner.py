@@ -21,7 +21,7 @@ from xla_adapters.sharding.plan_data import PlanCost
 from xla_adapters.sharding.planner.capture import CaptureError, batch_size, capture
 from xla_adapters.sharding.planner.costs import Fabric, Parameter, Topology
 from xla_adapters.sharding.planner.graph import Captured, build, fold
-from xla_adapters.sharding.planner.program import Filter, Formulation, Program, formulate_by_parameters
+from xla_adapters.sharding.planner.integer_program import Filter, Formulation, Program, formulate_by_parameters
 from xla_adapters.sharding.planner.solution import Solution, cost_of, forced, held, propagated_only, whole
 from xla_adapters.sharding.templates import NamedParameter, list_parameters
 

@@ -15,9 +15,9 @@ from xla_adapters.sharding.plan_data import ActivationPlan, PlanCost
 from xla_adapters.sharding.planner.capture import Skeleton
 from xla_adapters.sharding.planner.costs import Fabric, State, split_dim, total
 from xla_adapters.sharding.planner.graph import Captured, Graph, Operand, Operator
+from xla_adapters.sharding.planner.integer_program import Filter, Program
 from xla_adapters.sharding.planner.layouts import Strategy, Want, seen_as
 from xla_adapters.sharding.planner.memory import PeakModel, Weight
-from xla_adapters.sharding.planner.program import Filter, Program
 
 
 def cost_of(

@@ -15,7 +15,7 @@ from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.lowerings import is_write_by_mask, norm_with_torchs_variance, write_where_
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.transfers import note_upload
-from xla_adapters.tracing.answers import NO_ANSWER, Answers
+from xla_adapters.tracing.allowed_reads import NO_ANSWER, Answers
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.placeholders.numbers import Lifting
 from xla_adapters.tracing.placeholders.trace import Trace

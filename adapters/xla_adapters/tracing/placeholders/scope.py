@@ -19,9 +19,9 @@ from xla_adapters.tracing.placeholders.numbers import Lifting
 from xla_adapters.tracing.placeholders.program import Program
 from xla_adapters.tracing.placeholders.trace import Adopted, Trace
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
+from xla_adapters.tracing.step_hooks import ModuleGuard, UpdateGuard
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.tracing.undo_log import DiscardedTensor, UndoLog
-from xla_adapters.tracing.updates import ModuleGuard, UpdateGuard
 from xla_adapters.utils.torch_modes import as_in_one_graph, inference_mode_as_no_grad, results_of_transforms
 
 

@@ -14,14 +14,14 @@ import torch
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ReplayMismatchError, ReplayMismatchWarning
 from xla_adapters.open_step import in_step
-from xla_adapters.replay.cached_scope import SeparatingScope
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.executable_cache import ExecutableCache
+from xla_adapters.replay.executable_scope import SeparatingScope
 from xla_adapters.replay.guards.ambient import unknown_mode
-from xla_adapters.replay.placeholders.cache import ProgramCache
+from xla_adapters.replay.launcher import PreparedCall
 from xla_adapters.replay.placeholders.capture import PlaceholderCapture
-from xla_adapters.replay.prepared_call import PreparedCall
+from xla_adapters.replay.placeholders.trace_or_replay import ProgramCache
 from xla_adapters.replay.replayed_call import ReplayedCall
+from xla_adapters.replay.trace_or_replay import ExecutableCache
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.rng import StepSeed, apply_process_options

@@ -14,7 +14,7 @@ from torchvision.ops.roi_align import _roi_align, roi_align
 import xla_adapters
 from tests.device import DEVICE
 from tests.isolation import isolated
-from xla_adapters.tracing import ways_out
+from xla_adapters.tracing import remedies
 
 
 def _positive(x: Tensor) -> Tensor:
@@ -124,11 +124,11 @@ ALSO = {
     "unique_consecutive": "unique",
     "repeat_interleave": "repeat_interleave without output_size",
 }
-ELSEWHERE = {"multinomial", "to", "torchvision::nms", ways_out.SEARCH_FOR_NAN, ways_out.TENSOR_AS_RATE}
+ELSEWHERE = {"multinomial", "to", "torchvision::nms", remedies.SEARCH_FOR_NAN, remedies.TENSOR_AS_RATE}
 
 
 def test_each_entry_is_tried_here() -> None:
-    entries = ways_out._WAYS_OUT
+    entries = remedies._WAYS_OUT
     assert entries.keys() == PAIRS.keys() | ALSO.keys() | ELSEWHERE
     for name, other in ALSO.items():
         assert entries[name] == entries[other]
@@ -163,7 +163,7 @@ def test_alternatives_are_equal_and_in_one_graph(part: int) -> None:
                 expected, gradient = _result_and_gradient(refused, values.clone())
                 with pytest.raises(xla_adapters.GraphBreakError) as raised, xla_adapters.step():
                     _result_and_gradient(refused, on_device)
-                text = ways_out._WAYS_OUT[name]
+                text = remedies._WAYS_OUT[name]
                 if f"ways out: (1) {text}; (2) " not in str(raised.value):
                     wrong[name] = f"another way out is offered: {raised.value}"
                 with xla_adapters.count() as counters, xla_adapters.step():

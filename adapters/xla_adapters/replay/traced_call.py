@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from xla_adapters.replay.attribute_changes import HostChange
 from xla_adapters.replay.batch_reads import BatchReads
-from xla_adapters.replay.bound import HostChange
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
-from xla_adapters.replay.number import Number, Update
+from xla_adapters.replay.number_inputs import Number, Update
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
-from xla_adapters.replay.slots import Kept, Slot, is_state
+from xla_adapters.replay.tensor_places import Kept, Slot, is_state
 
 
 @dataclass(frozen=True, kw_only=True)

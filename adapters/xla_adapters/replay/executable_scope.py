@@ -9,10 +9,10 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from xla_adapters.replay.bound import BoundState
+from xla_adapters.replay.attribute_changes import BoundState
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.pending_graph import PendingGraph, written_slots
-from xla_adapters.replay.slots import CannotReplay
+from xla_adapters.replay.tensor_places import CannotReplay
 from xla_adapters.tracing.optimizers import needs_no_recording
 from xla_adapters.tracing.step_scope import StepScope
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from xla_adapters.replay.slots import CannotReplay
+from xla_adapters.replay.tensor_places import CannotReplay
 
 # Numbers that operators use by themselves (the alpha of an addition): an input with one of these values that equals a
 # number of the optimizer may be either.

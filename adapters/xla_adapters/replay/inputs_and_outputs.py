@@ -10,12 +10,12 @@ import torch
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_adapters.replay.bound import BoundState, HostChange
+from xla_adapters.replay.attribute_changes import BoundState, HostChange
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.number import Number
+from xla_adapters.replay.number_inputs import Number
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.pending_graph import PendingGraph, written_slots
-from xla_adapters.replay.slots import CannotReplay, Computed, Kept, Slot
+from xla_adapters.replay.tensor_places import CannotReplay, Computed, Kept, Slot
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, expression_of
 from xla_adapters.tracing.undo_log import TensorEntry, UndoLog

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from xla_adapters.replay.batch_reads import BatchReads, ReadsOfReplay
-from xla_adapters.replay.cached_call import CachedCall
-from xla_adapters.replay.cached_scope import CachedScope, SeparatingScope
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.capture import CaptureScope
+from xla_adapters.replay.executable_scope import CachedScope, SeparatingScope
 from xla_adapters.replay.guards.ambient import environment
-from xla_adapters.replay.number import Number, Update, find_roles, numbers_of
-from xla_adapters.replay.prepared_call import PreparedCall
+from xla_adapters.replay.launcher import PreparedCall
+from xla_adapters.replay.number_inputs import Number, Update, find_roles, numbers_of
 from xla_adapters.replay.replayed_call import ReplayedCall
-from xla_adapters.replay.slots import CannotReplay
+from xla_adapters.replay.tensor_places import CannotReplay
+from xla_adapters.replay.traced_call import CachedCall
 from xla_adapters.replay.verification import Verification, next_due
 from xla_adapters.runtime import Runtime, get_runtime
 from xla_adapters.runtime.rng import StepSeed

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from xla_adapters.replay.cached_call import CachedCall
 from xla_adapters.replay.held_values import HeldValues
-from xla_adapters.replay.number import Number, Update, numbers_of
-from xla_adapters.replay.slots import CallTensors, CannotReplay, Slot, is_state
+from xla_adapters.replay.number_inputs import Number, Update, numbers_of
+from xla_adapters.replay.tensor_places import CallTensors, CannotReplay, Slot, is_state
+from xla_adapters.replay.traced_call import CachedCall
 from xla_adapters.runtime import Runtime
 
 _grad = attrgetter("grad")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.executable_cache import ExecutableCache
 from xla_adapters.replay.placeholders.capture import Outcome, PlaceholderCapture
-from xla_adapters.replay.placeholders.recorded_call import OTHER_GRADIENTS, PreparedProgram
+from xla_adapters.replay.placeholders.traced_call import OTHER_GRADIENTS, PreparedProgram
 from xla_adapters.replay.replayed_call import ReplayedCall
-from xla_adapters.replay.slots import CannotReplay
+from xla_adapters.replay.tensor_places import CannotReplay
+from xla_adapters.replay.trace_or_replay import ExecutableCache
 from xla_adapters.replay.verification import next_due
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.rng import StepSeed

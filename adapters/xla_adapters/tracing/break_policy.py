@@ -9,7 +9,7 @@ from types import CodeType
 from xla_adapters.config import OnGraphBreak
 from xla_adapters.errors import GRAPH_BREAK_ERRORS, BreakKind, GraphBreakError, GraphBreakWarning
 from xla_adapters.runtime import Runtime
-from xla_adapters.tracing.ways_out import way_out
+from xla_adapters.tracing.remedies import way_out
 from xla_adapters.utils.location import Location, current_location, stack_frames, warn_at
 
 _SAVING_FILES = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xla_adapters.replay.slots import CannotReplay
+from xla_adapters.replay.tensor_places import CannotReplay
 from xla_adapters.utils.nested_values import is_simple
 from xla_adapters.utils.torch_modes import device_type
 

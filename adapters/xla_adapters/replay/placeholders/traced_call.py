@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from xla_adapters.replay.bound import HostChange
+from xla_adapters.replay.attribute_changes import HostChange
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
-from xla_adapters.replay.number import Update, numbers_of
+from xla_adapters.replay.number_inputs import Update, numbers_of
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
-from xla_adapters.replay.slots import CallTensors, Kept, Slot
+from xla_adapters.replay.tensor_places import CallTensors, Kept, Slot
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.interface.placeholders import Run
 from xla_adapters.tracing.placeholders.numbers import uploaded_numbers
