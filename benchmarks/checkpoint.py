@@ -103,7 +103,7 @@ class _Clock:
         self.times: list[Times] = []
         self._pause, self._warm = pause, False
 
-    def save(self, state: Iterable[torch.Tensor], save: Callable[[], None], settle: Callable[[], None]) -> None:
+    def save(self, state: Iterable[torch.Tensor], save: Callable[[], None], finish_pending: Callable[[], None]) -> None:
         runtime, tensors = get_runtime(), list(state)
         runtime.tracing.flush()
         runtime.device.wait()
@@ -118,7 +118,7 @@ class _Clock:
         copy = statistics.median(copies[1:])
         save()
         blocked = time.perf_counter()
-        settle()
+        finish_pending()
         ended = time.perf_counter()
         if self._warm:
             self.times.append(Times(copy, blocked - copied, ended - copied))
@@ -151,8 +151,8 @@ def huggingface(pause: Pause, *, width: int, rounds: int, where: Path, checkpoin
         optimizer = trainer.optimizer
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
-        settle = trainer._xla.checkpoints.settle if checkpoint is not None else _nothing
-        clock.save(_tensors(trainer.model, optimizer), lambda: stock(model, trial), settle)
+        finish_pending = trainer._xla.checkpoints.finish_pending if checkpoint is not None else _nothing
+        clock.save(_tensors(trainer.model, optimizer), lambda: stock(model, trial), finish_pending)
 
     trainer._save_checkpoint = save
     trainer.train()
@@ -177,9 +177,9 @@ class _Saves(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         io = trainer.strategy.checkpoint_io
-        settle = io.settle if isinstance(io, XLAEagerCheckpointIO) else _nothing
+        finish_pending = io.finish_pending if isinstance(io, XLAEagerCheckpointIO) else _nothing
         save = partial(trainer.save_checkpoint, self._where / "last.ckpt")
-        self._clock.save(_tensors(pl_module, trainer.optimizers[0]), save, settle)
+        self._clock.save(_tensors(pl_module, trainer.optimizers[0]), save, finish_pending)
 
 
 def lightning(pause: Pause, *, width: int, rounds: int, where: Path, checkpoint: Any = None) -> list[Times]:

@@ -316,7 +316,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """As `accelerate.Accelerator.save_state`. The folder appears when it is complete, and with checksums.
 
         Raises:
-            CheckpointWriteError: the storage refused; a former state of this name is still there.
+            CheckpointWriteError: the storage refused; an earlier state of this name is still there.
         """
         self._steps.end()
         config = self.project_configuration

@@ -346,7 +346,7 @@ class SafeCheckpoints:
             # All save, or it is an error.
             ranks.wait(f"the save after step {state.global_step}")
         self._unlogged = unlogged_loss(self._trainer)
-        self.settle()
+        self.finish_pending()
         root = self._base._get_output_dir(trial)
         name, best_before = f"{PREFIX}{state.global_step}", state.best_model_checkpoint
         best = self._best_after_saving(root)
@@ -395,7 +395,7 @@ class SafeCheckpoints:
             saver.save(step, writes, DeferredWrites.finish, take=lambda taken: taken, name=name, settings=settings)
             undo.pop_all()
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Waits for the save in the background.
 
         Raises:
@@ -454,7 +454,7 @@ class SafeCheckpoints:
         trainer, state = self._trainer, self._trainer.state
         is_saved = self._saved_at == (state.global_step, len(state.log_history))
         save = None if is_saved else functools.partial(trainer._save_checkpoint, model, trial)
-        self._saves.save_before_end(state.global_step, save, self.settle)
+        self._saves.save_before_end(state.global_step, save, self.finish_pending)
         raise SystemExit(self._saves.exit_code)
 
     # ---- uploads to the hub ------------------------------------------------------------------------
@@ -479,7 +479,7 @@ class SafeCheckpoints:
         Raises:
             CheckpointDamagedError: its files are not those that were saved.
         """
-        self.settle()
+        self.finish_pending()
         if self._stores.are_used:
             self._stores.verify_best()
 
@@ -488,7 +488,7 @@ class SafeCheckpoints:
 
         Deletes them first: transformers deletes file by file, and a crash would leave half a checkpoint.
         """
-        self.settle()
+        self.finish_pending()
         args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
         if not (self._stores.are_used and best is not None and args.save_total_limit == 1):
             return

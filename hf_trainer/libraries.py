@@ -23,7 +23,7 @@ from xla_adapters.runtime import eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.tracing.deferred_numbers import make_plain
 from xla_adapters.tracing.discarding import Discarding
-from xla_adapters.tracing.library_reads import LibraryReads, answering, reads_of_packages
+from xla_adapters.tracing.library_reads import LibraryReads, allowing_reads, reads_of_packages
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import as_if_compiling
 
@@ -45,13 +45,13 @@ def libraries_of(trainer: Trainer) -> set[str]:
 
 
 def reads_of(trainer: Trainer) -> LibraryReads | None:
-    """The reads that the steps of a trainer answer; None if it uses no known library."""
+    """The reads that the steps of a trainer allow; None if it uses no known library."""
     return reads_of_packages(libraries_of(trainer), trainer.model)
 
 
 @contextmanager
-def reads_answered(trainer: Trainer) -> Iterator[None]:
-    """Inside the context, steps answer the reads of the libraries that a trainer uses.
+def reads_allowed(trainer: Trainer) -> Iterator[None]:
+    """Inside the context, steps allow the reads of the libraries that a trainer uses.
 
     Those of `nanmin` and `nanmax`, by which TRL computes metrics of GRPO, decide whether there is a number at all.
     They are replaced by others that decide on the device. `disable_gradient_checkpointing` of TRL is replaced, too. The
@@ -73,7 +73,7 @@ def reads_answered(trainer: Trainer) -> Iterator[None]:
         if reads is not None and models is not None:
             for module in _importing(models, "disable_gradient_checkpointing"):
                 stack.enter_context(replaced(module, "disable_gradient_checkpointing", _without_checkpointing))
-        stack.enter_context(answering(reads))
+        stack.enter_context(allowing_reads(reads))
         yield
 
 

@@ -305,7 +305,7 @@ class XLATrainerMixin(_Base):
         if _internal_call:
             self._xla.sharded_checkpoints.save_model(output_dir, _internal_call)
             return
-        self._xla.checkpoints.settle()
+        self._xla.checkpoints.finish_pending()
         with naming_failed_writes("the model", str(output_dir or self.args.output_dir)):
             self._xla.sharded_checkpoints.save_model(output_dir, _internal_call)
 

@@ -248,7 +248,7 @@ class ModelSharding:
         self._applied = ExitStack()
         self._applied_to: torch.nn.Module | None = None
         # Names of parameters that the user's model had as DTensors.
-        self._former_dtensors: list[str] = []
+        self._were_dtensors: list[str] = []
 
     @property
     def plan(self) -> ShardingPlan:
@@ -287,7 +287,7 @@ class ModelSharding:
         if self.ranks is not None:
             self.ranks.prepare(model, self._config)
         if self._sharder is not None:
-            self._former_dtensors += accept_placements(model)
+            self._were_dtensors += accept_placements(model)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -327,7 +327,7 @@ class ModelSharding:
             ConfigError: batches cannot be split over the devices.
         """
         trainer = self._trainer
-        if self._former_dtensors and isinstance(trainer.optimizer, torch.optim.Optimizer):
+        if self._were_dtensors and isinstance(trainer.optimizer, torch.optim.Optimizer):
             # The user made it before the trainer, from the DTensors.
             names_of_updated(model_of(trainer), trainer.optimizer)
         if self._sharder is not None:

@@ -18,8 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.trainer_pt_utils import LabelSmoother
 
 from xla_adapters import XLAConfig
-from xla_adapters.loop.replay import StepCode, batch_of, key_of, optimizer_obstacle
-from xla_adapters.replay.call_spec import CallSpec, batch_obstacle
+from xla_adapters.loop.replay import StepCode, batch_of, key_of, optimizer_reason
+from xla_adapters.replay.call_spec import CallSpec, batch_reason
 from xla_adapters.replay.safety import (
     DATA,
     MODULE_CALLS,
@@ -199,7 +199,7 @@ _WITHIN_EVALUATION = (*_WITHIN, "_get_num_items_in_batch")
 # Methods of accelerate that the step calls.
 _OF_ACCELERATOR = ("backward", "clip_grad_norm_", "unwrap_model")
 # After so many steps without a log, values are compared by a transfer of their own.
-_PATIENCE = 4
+_DEADLINE = 4
 # Training arguments that the step reads.
 _ARGUMENTS = (
     "max_grad_norm",
@@ -244,7 +244,7 @@ def _missing(name: str) -> AttributeError:
     )
 
 
-def obstacle_around(trainer: Any) -> str | None:
+def reason_around(trainer: Any) -> str | None:
     """Why steps of this trainer are never replayed; None if they may be."""
     surrounding = overridden(trainer, _AROUND)
     if surrounding is not None:
@@ -257,10 +257,10 @@ def obstacle_around(trainer: Any) -> str | None:
     for name in _OF_ACCELERATOR:
         if getattr(getattr(accelerator, name), "__func__", None) is not getattr(Accelerator, name):
             return f"the method {name} of the accelerator was replaced"
-    return metrics_obstacle(trainer) or optimizer_obstacle(trainer.optimizer)
+    return metrics_reason(trainer) or optimizer_reason(trainer.optimizer)
 
 
-def obstacle_within(trainer: Any, *, trains: bool = True) -> str | None:
+def reason_within(trainer: Any, *, trains: bool = True) -> str | None:
     """Why a replay might skip user code, which `step_replay=True` permits; None if it cannot.
 
     Args:
@@ -297,7 +297,7 @@ def call_spec(
         trains: whether it is a training step.
     """
     tensors, key = batch_of(inputs)
-    obstacle = obstacle_within(trainer, trains=trains) or code.obstacle or batch_obstacle(inputs)
+    reason = reason_within(trainer, trains=trains) or code.reason or batch_reason(inputs)
     arguments: tuple[Hashable, ...] = tuple(str(getattr(trainer.args, name, None)) for name in _ARGUMENTS)
     smoother = trainer.label_smoother
     known = (
@@ -314,8 +314,8 @@ def call_spec(
         extras=[trainer._tr_loss] if trains else [],
         modules=[model, *code.modules],
         set_modes=model.train if trains else None,
-        patience=_PATIENCE,
-        obstacle=obstacle,
+        deadline=_DEADLINE,
+        reason=reason,
         change=code.change,
         constants=code.tensors,
         keeps_numbers=appends_metrics(trainer),
@@ -337,7 +337,7 @@ def appends_metrics(trainer: Any) -> bool:
     return any(cls.__module__ in _TRAINERS and is_trusted(cls) for cls in type(trainer).__mro__)
 
 
-def metrics_obstacle(trainer: Any) -> str | None:
+def metrics_reason(trainer: Any) -> str | None:
     """Why a replay could not do what TRL's code does in a step; None if it could, or if it is no trainer of TRL."""
     if not appends_metrics(trainer):
         return None

@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from hf_trainer.data import Inputs, count_tokens, gathers_on_device
 from hf_trainer.generation import GENERATION, compiled_generation
-from hf_trainer.libraries import generates_batches, generating, generating_apart, libraries_of, prepared, reads_answered
+from hf_trainer.libraries import generates_batches, generating, generating_apart, libraries_of, prepared, reads_allowed
 from hf_trainer.model import ModelSharding, ParameterMoves, model_of
 from hf_trainer.patches import (
     as_if_compiling,
@@ -32,10 +32,10 @@ from hf_trainer.replay import (
     appends_metrics,
     call_spec,
     metrics_added,
-    metrics_obstacle,
-    obstacle_around,
-    obstacle_within,
+    metrics_reason,
     overridden,
+    reason_around,
+    reason_within,
     step_code,
 )
 from hf_trainer.shapes import TrainerShapes
@@ -127,7 +127,7 @@ class Session:
             self._is_running = True
             correct_process_index(self._trainer.args)
             stack.enter_context(trainer_patches())
-            stack.enter_context(reads_answered(self._trainer))
+            stack.enter_context(reads_allowed(self._trainer))
             stack.enter_context(around_run(self._steps.config))
             self._moves.bring_back(self._trainer)
             stack.enter_context(self._sharding.applied())
@@ -373,12 +373,12 @@ class TrainingSteps:
     def _may_replay(self) -> bool:
         if not self._steps.may_replay:
             return False
-        obstacle = obstacle_around(self._trainer)
-        if obstacle is None and self._config.step_replay is not True:
-            obstacle = obstacle_within(self._trainer)
-        if obstacle is not None:
-            self._steps.train.refuse_replay(obstacle)
-        return obstacle is None
+        reason = reason_around(self._trainer)
+        if reason is None and self._config.step_replay is not True:
+            reason = reason_within(self._trainer)
+        if reason is not None:
+            self._steps.train.refuse_replay(reason)
+        return reason is None
 
     def _call_spec(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> CallSpec:
         trainer = self._trainer
@@ -589,18 +589,18 @@ class Evaluation:
     def _may_replay(self) -> bool:
         if not self._steps.may_replay:
             return False
-        obstacle = None
+        reason = None
         if getattr(self._trainer.args, "past_index", -1) >= 0:
-            obstacle = "past_index is given: each step hands something on to the next"
+            reason = "past_index is given: each step hands something on to the next"
         elif self._steps.config.step_replay is not True:
-            obstacle = obstacle_within(self._trainer, trains=False)
-        if obstacle is None and appends_metrics(self._trainer):
-            obstacle = metrics_obstacle(self._trainer)
+            reason = reason_within(self._trainer, trains=False)
+        if reason is None and appends_metrics(self._trainer):
+            reason = metrics_reason(self._trainer)
             if not is_trusted(self._base.prediction_step):
-                obstacle = "prediction_step of TRL is overridden, and may do other things with the metrics"
-        if obstacle is not None:
-            self._steps.evaluation[EVALUATION].refuse_replay(obstacle)
-        return obstacle is None
+                reason = "prediction_step of TRL is overridden, and may do other things with the metrics"
+        if reason is not None:
+            self._steps.evaluation[EVALUATION].refuse_replay(reason)
+        return reason is None
 
     def _call_spec(self, model: torch.nn.Module, inputs: Any, known: tuple[Any, ...]) -> CallSpec:
         trainer = self._trainer

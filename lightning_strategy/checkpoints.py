@@ -88,13 +88,13 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
         local = _local(path)
         # A store uses names that begin like this for itself, and never loads them.
         if local is None or storage_options is not None or local.name.startswith((".", "_")):
-            self.settle()
+            self.finish_pending()
             name, folder = os.path.basename(os.fspath(path)), os.path.dirname(os.fspath(path))
             with naming_failed_writes(f"checkpoint {name!r}", folder):
                 super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         store, step = self._store(local.parent), int(checkpoint.get("global_step", 0))
-        self.settle()
+        self.finish_pending()
         if not self.config.asynchronous:
             write = functools.partial(_write, checkpoint)
             with _allowing_no_file():
@@ -116,7 +116,7 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
         Raises:
             CheckpointWriteError: the write failed; a folder that was to be replaced is unchanged.
         """
-        self.settle()
+        self.finish_pending()
         self._store(folder.parent).save(step, write, name=folder.name, settings=self.settings)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -135,7 +135,7 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
         with store.alone(f"checkpoint {local.name!r} was not removed from {store.root}"):
             remove_checkpoint(store.storage, store.root, local.name)
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Waits for the save in the background, and then removes the checkpoints whose removal was put off.
 
         Raises:
@@ -151,14 +151,14 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
     def tidy(self) -> None:
         """Removes the checkpoints whose removal was put off, if nothing is being written any more."""
         if self._to_remove and self._saver is not None and not self._saver.in_flight:
-            self.settle()
+            self.finish_pending()
 
     def teardown(self) -> None:
-        """As `settle`. If an error is being handled already, a failure of the save is printed and not raised."""
+        """As `finish_pending`. If an error is being handled already, a failed save is printed and not raised."""
         error = sys.exc_info()[1]
         if self._saver is not None and error is not None and not isinstance(error, SystemExit):
             self._saver.__exit__(type(error), error, None)
-        self.settle()
+        self.finish_pending()
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """As `TorchCheckpointIO.load_checkpoint`.
@@ -167,7 +167,7 @@ class XLAEagerCheckpointIO(TorchCheckpointIO):
             CheckpointDamagedError: the file differs from its manifest.
             CheckpointUnsafeError: it names code, and the user did not say `weights_only=False`.
         """
-        self.settle()
+        self.finish_pending()
         local = _local(path)
         if local is not None and local.is_file():
             self.verify(local)
@@ -402,9 +402,9 @@ class SavingCallback(Callback):
 
     def _save_before_end(self, trainer: Trainer) -> None:
         io = trainer.strategy.checkpoint_io
-        settle = io.settle if isinstance(io, XLAEagerCheckpointIO) else tuple
+        finish_pending = io.finish_pending if isinstance(io, XLAEagerCheckpointIO) else tuple
         save = None if self._is_saved else functools.partial(self._save, trainer)
-        self._saves.save_before_end(trainer.global_step, save, settle)
+        self._saves.save_before_end(trainer.global_step, save, finish_pending)
 
     def _save(self, trainer: Trainer) -> None:
         self._saves.saved(trainer.global_step)

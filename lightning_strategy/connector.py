@@ -265,7 +265,7 @@ class ConnectorPlugins(ABC, Generic[_Plugin]):
             return self._plugin
         return self._make(choose_precision(self._given, flags))
 
-    def adopt(self) -> None:
+    def set_plugins(self) -> None:
         """Sets the plugins of a connector that chose the strategy by name: it does not ask such a strategy.
 
         Raises:

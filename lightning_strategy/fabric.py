@@ -312,7 +312,7 @@ class XLAEagerFabricStrategy(StrategyHooks, SingleDeviceXLAStrategy):  # type: i
         self._checkpoints = FabricCheckpoints(self, self._steps, self._sharding)
         self._lasting = ExitStack()
         SingleDeviceStrategy.__init__(self, device=self._runtime.device.torch_device(), checkpoint_io=checkpoint_io)
-        self._plugins.adopt()
+        self._plugins.set_plugins()
 
     # ---- steps ---------------------------------------------------------------------------------
 

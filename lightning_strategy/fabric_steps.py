@@ -29,7 +29,7 @@ from xla_adapters.loop.steps import around_run
 from xla_adapters.runtime.rng import resume_random_algorithm
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.tracing.discarding import Discarding
-from xla_adapters.tracing.library_reads import LibraryReads, answering, reads_of_packages
+from xla_adapters.tracing.library_reads import LibraryReads, allowing_reads, reads_of_packages
 from xla_adapters.tracing.scopes import EagerScope, LazyScope
 from xla_adapters.tracing.step import Step
 from xla_adapters.utils.patching import replaced
@@ -172,7 +172,7 @@ class FabricSteps:
         seed, calls = self._step_seed(kind), program.calls
         length = self.shapes.phase(inputs, trains=kind == "train")
         try:
-            with answering(self._reads), Discarding(program):
+            with allowing_reads(self._reads), Discarding(program):
                 program.open(
                     inputs=inputs,
                     phase=(f"gradients {gradients}" if kind == "train" else "evaluation") + length,

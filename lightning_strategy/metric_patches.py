@@ -209,7 +209,7 @@ def _reducing_without_reads() -> Callable[..., None]:
         with replaced(self.meta, "reduce_fx", traceable[reduce]):
             stock(self, value, batch_size)
         if self.meta.on_epoch:
-            # `max` and `min` of Python keep the former value where the new one is NaN.
+            # `max` and `min` of Python keep the earlier value where the new one is NaN.
             self.value = torch.where(torch.isnan(value), before, self.value)
 
     return update
@@ -236,7 +236,7 @@ def _extremes(metric: Any) -> dict[str, Any]:
         raise RuntimeError(f"Returned value from base metric should be a float or scalar tensor, but got {value}.")
     value = torch.as_tensor(value)
     most, least = metric.max_val.to(value.device), metric.min_val.to(value.device)
-    # As of Python's comparisons: with NaN, the former value stays.
+    # As of Python's comparisons: with NaN, the earlier value stays.
     metric.max_val = torch.where(most < value, value, most)
     metric.min_val = torch.where(least > value, value, least)
     return {"raw": value, "max": metric.max_val, "min": metric.min_val}

@@ -155,16 +155,16 @@ class DeferredMetrics:
     def _calling(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
         def call(metric: Metric, *args: Any, **kwargs: Any) -> Any:
-            bound = functools.partial(stock, metric)
+            forward = functools.partial(stock, metric)
             if not in_step():
-                return bound(*args, **kwargs)
+                return forward(*args, **kwargs)
             self._within_forward.append(metric)
             try:
                 with self._lazy_batch_value(metric):
-                    error, result = self._attempt(metric, "forward", functools.partial(bound, *args, **kwargs))
+                    error, result = self._attempt(metric, "forward", functools.partial(forward, *args, **kwargs))
             finally:
                 self._within_forward.pop()
-            return result if error is None else self._later(metric, error, bound, args, kwargs)
+            return result if error is None else self._later(metric, error, forward, args, kwargs)
 
         return call
 

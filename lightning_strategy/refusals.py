@@ -182,7 +182,7 @@ def check_placed(module: torch.nn.Module) -> None:
     """Makes plain sharded parameters of a module's `DTensor`s; raises if there are any.
 
     Raises:
-        ConfigError: an optimizer may refer to the former parameters already.
+        ConfigError: an optimizer may refer to the parameters from before already.
     """
     if placed := accept_placements(module):
         raise ConfigError(

@@ -15,9 +15,9 @@ from lightning.pytorch.utilities import grad_norm
 from torchmetrics import Metric
 
 from xla_adapters import get_runtime
-from xla_adapters.loop.replay import StepCode, batch_of, key_of, optimizer_obstacle
+from xla_adapters.loop.replay import StepCode, batch_of, key_of, optimizer_reason
 from xla_adapters.replay.attribute_changes import Owner
-from xla_adapters.replay.call_spec import CallSpec, batch_obstacle
+from xla_adapters.replay.call_spec import CallSpec, batch_reason
 from xla_adapters.replay.safety import (
     DATA,
     MODULE_CALLS,
@@ -58,7 +58,7 @@ _CALLS = {
     **MODULE_CALLS,
     **dict.fromkeys(
         (
-            # What they record is in attributes that `ReplayRules` names as bound.
+            # What they record is in attributes of owners that `ReplayRules` names.
             LightningModule.log,
             LightningModule.log_dict,
             LightningModule.manual_backward,
@@ -191,7 +191,7 @@ class ReplayRules:
             known: other values that the step depends on.
         """
         trainer: Any = self._trainer
-        around = self._obstacle_around()
+        around = self._reason_around()
         if around is not None:
             return around
         known = (
@@ -212,7 +212,7 @@ class ReplayRules:
             batch: on the device.
             known: other values that the step depends on.
         """
-        return _strategy_obstacle(self._trainer.strategy) or self._describe(name, batch, known)
+        return _strategy_reason(self._trainer.strategy) or self._describe(name, batch, known)
 
     def _describe(self, name: str, batch: Any, known: tuple[Hashable, ...]) -> CallSpec | str:
         tensors, batch_key = batch_of(batch)
@@ -221,19 +221,19 @@ class ReplayRules:
         connector = self._trainer._logger_connector
         # In the first step of an epoch Lightning resets the logged values.
         resets = connector._first_loop_iter, connector._current_fx
-        bound = self._bound()
+        attribute_owners = self._attribute_owners()
         if name not in self._code:
             self._code[name] = step_code(self._module, name, proves=self._proves)
         code = self._code[name].present()
-        owners = tuple(id(owner.object) for owner in bound)
+        owners = tuple(id(owner.object) for owner in attribute_owners)
         return CallSpec(
             key=(*batch_key, id(self._module), known, resets, *key_of(code), owners),
             batch=tensors,
             modules=[self._module, *code.modules],
             constants=[*self._constants, *code.tensors],
             look_again=code.look_again,
-            obstacle=self._obstacle_within() or code.obstacle or batch_obstacle(batch),
-            bound=self._bound,
+            reason=self._reason_within() or code.reason or batch_reason(batch),
+            attribute_owners=self._attribute_owners,
             watched=self._watched,
             exempt=self._exempt,
             change=code.change,
@@ -247,7 +247,7 @@ class ReplayRules:
         # Attributes that the module's code reads are guarded by its `StepCode`; the others are Lightning's.
         return set(vars(module)) - _OF_EVERY_MODULE
 
-    def _bound(self) -> list[Owner]:
+    def _attribute_owners(self) -> list[Owner]:
         results = self._trainer._results
         logged = [] if results is None else [_logged(value) for value in results.values()]
         if results is not None:
@@ -261,9 +261,9 @@ class ReplayRules:
             "the count of a scheduler": [getattr(scheduler, "last_epoch", None) for scheduler in schedulers],
         }
 
-    # ---- obstacles ---------------------------------------------------------------------------------
+    # ---- reasons ---------------------------------------------------------------------------------
 
-    def _obstacle_around(self) -> str | None:
+    def _reason_around(self) -> str | None:
         trainer: Any = self._trainer
         for callback in trainer.callbacks:
             for hook in _WITHIN:
@@ -274,14 +274,14 @@ class ReplayRules:
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             return "training_step takes its batches from the iterator itself"
         for optimizer in trainer.optimizers:
-            if (obstacle := optimizer_obstacle(optimizer)) is not None:
-                return obstacle
+            if (reason := optimizer_reason(optimizer)) is not None:
+                return reason
         plugin = type(trainer.precision_plugin)
         if not plugin.__module__.startswith(_OWN_PACKAGES):
             return f"{plugin.__name__} is a precision plugin of your own"
-        return _strategy_obstacle(trainer.strategy)
+        return _strategy_reason(trainer.strategy)
 
-    def _obstacle_within(self) -> str | None:
+    def _reason_within(self) -> str | None:
         if not isinstance(self._trainer.profiler, PassThroughProfiler):
             return f"the {type(self._trainer.profiler).__name__} would miss the parts of the step"
         return None
@@ -293,7 +293,7 @@ def _logged(value: Any) -> Owner:
     return Owner(value, _LOGGED if counted else tuple(set(_LOGGED) - {"cumulated_batch_size"}), _SET)
 
 
-def _strategy_obstacle(strategy: Any) -> str | None:
+def _strategy_reason(strategy: Any) -> str | None:
     kind = type(strategy)
     for cls in kind.__mro__:
         if not cls.__module__.startswith(_OWN_PACKAGES):

@@ -40,7 +40,7 @@ from xla_adapters.checkpoint import CheckpointConfig
 from xla_adapters.errors import BreakKind
 from xla_adapters.loop.steps import StallWatch, StepDriver, around_run
 from xla_adapters.sharding import DataParallel
-from xla_adapters.tracing.library_reads import answering, reads_of_packages
+from xla_adapters.tracing.library_reads import allowing_reads, reads_of_packages
 from xla_adapters.tracing.step_scope import current_scope
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import TorchModes, as_if_compiling, inference_mode_as_no_grad
@@ -172,7 +172,7 @@ class Run:
         lasting.callback(_active.remove, self)
         lasting.enter_context(around_run(self.config))
         lasting.enter_context(inference_mode_as_no_grad())
-        lasting.enter_context(answering(reads_of_packages((), self._module)))
+        lasting.enter_context(allowing_reads(reads_of_packages((), self._module)))
         lasting.enter_context(flops_of_devices())
         lasting.enter_context(self.metrics.patched())
         lasting.enter_context(averaging_in_one_graph(self.config))

@@ -53,13 +53,13 @@ def keeping_ties(model: torch.nn.Module | None) -> Iterator[None]:
 
 @contextmanager
 def optimizers_following(model: torch.nn.Module | None, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Optimizers refer to the parameters that the model has after the body has moved it, and free the former ones."""
-    former = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
+    """Optimizers refer to the parameters that the model has after the body has moved it, and free those from before."""
+    before = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
     yield
     if model is None:
         return
     now = dict(model.named_parameters(remove_duplicate=False))
-    successors: dict[torch.Tensor, torch.Tensor] = {former[name]: now[name] for name in former if name in now}
+    successors: dict[torch.Tensor, torch.Tensor] = {before[name]: now[name] for name in before if name in now}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"][:] = [successors.get(parameter, parameter) for parameter in group["params"]]

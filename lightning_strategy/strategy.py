@@ -263,7 +263,7 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
         self._checkpoints = TrainerCheckpoints(self, self.xla_config, self.checkpoint_config, self._sharding)
         SingleDeviceStrategy.__init__(self, device=self._runtime.device.torch_device(), checkpoint_io=checkpoint_io)
         self._take_rank()
-        self._plugins.adopt()
+        self._plugins.set_plugins()
 
     # ---- what the Trainer asks for when it is constructed --------------------------------------
 

@@ -131,10 +131,10 @@ class Child:
 
 
 def run_in_child(
-    function: Callable[[], Any], *, timeout: float, patience: float = 1.0, env: Mapping[str, str] | None = None
+    function: Callable[[], Any], *, timeout: float, deadline_factor: float = 1.0, env: Mapping[str, str] | None = None
 ) -> Outcome:
     """As `run_in_children`, for one function."""
-    (outcome,) = run_in_children([function], timeout=timeout, patience=patience, env=env)
+    (outcome,) = run_in_children([function], timeout=timeout, deadline_factor=deadline_factor, env=env)
     return outcome
 
 
@@ -142,7 +142,7 @@ def run_in_children(
     functions: Sequence[Callable[[], Any]],
     *,
     timeout: float,
-    patience: float = 1.0,
+    deadline_factor: float = 1.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
     """Runs functions in forked children at the same time.
@@ -150,8 +150,8 @@ def run_in_children(
     Args:
         functions: their values are pickled.
         timeout: seconds after which children are killed.
-        patience: children that still compute at the timeout have so many times as long: a machine that is slow or has
-            other work to do is told from a hang.
+        deadline_factor: children that still compute at the timeout have so many times as long: a slow machine, or one
+            with other work to do, is told from a hang.
         env: environment variables for the children.
 
     Returns:
@@ -170,9 +170,9 @@ def run_in_children(
             before, computed = computed, sum(child.cpu_seconds() for child in children)
             # At the timeout itself it is only noted what they have computed so far.
             hangs = look_at > timeout and computed - before < _HANGS_BELOW * _LOOKED_AT_SECONDS
-            if hangs or look_at >= patience * timeout:
+            if hangs or look_at >= deadline_factor * timeout:
                 break
-            look_at = min(look_at + _LOOKED_AT_SECONDS, patience * timeout)
+            look_at = min(look_at + _LOOKED_AT_SECONDS, deadline_factor * timeout)
     finally:
         for child in children:
             child.kill(f"still running after {time.monotonic() - started:.0f} s, killed")

@@ -19,7 +19,7 @@ from tests import children
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 # Seconds for a child that waits in vain; one that still computes has so many times as long, on a slow or busy machine.
-_TIMEOUT, _PATIENCE = 240.0, 6.0
+_TIMEOUT, _DEADLINE_FACTOR = 240.0, 6.0
 
 
 class ChildFailed(AssertionError):
@@ -65,7 +65,7 @@ def outcome_of(
 ) -> children.Outcome:
     """As `run_in_child`, for children that are expected to raise or to die: returns how it ended."""
     with _not_the_tests_time():
-        return children.run_in_child(function, timeout=timeout, patience=_PATIENCE, env=env)
+        return children.run_in_child(function, timeout=timeout, deadline_factor=_DEADLINE_FACTOR, env=env)
 
 
 @contextlib.contextmanager

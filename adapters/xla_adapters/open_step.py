@@ -33,7 +33,7 @@ def in_step() -> bool:
     return open_step.step is not None
 
 
-class Claimant(Protocol):
+class OnlyStep(Protocol):
     """A step that is the only one in the process while it is open."""
 
     name: str
@@ -43,37 +43,37 @@ class Claimant(Protocol):
 
 
 _lock = threading.Lock()
-_held: tuple[threading.Thread, Claimant] | None = None
+_only_step: tuple[threading.Thread, OnlyStep] | None = None
 
 
-def claim_process(claimant: Claimant) -> None:
+def begin_only_step(step: OnlyStep) -> None:
     """Makes a step the only one of the process. If another one is open whose thread has ended, discards that.
 
     Raises:
         ConcurrentStepError: another thread is inside a step.
     """
-    global _held
+    global _only_step
     thread = threading.current_thread()
     with _lock:
-        if _held is not None:
-            owner, other = _held
+        if _only_step is not None:
+            owner, other = _only_step
             if owner.is_alive():
                 raise ConcurrentStepError(
-                    f"the step {claimant.name!r} cannot begin in thread {thread.name!r}: thread {owner.name!r} is "
+                    f"the step {step.name!r} cannot begin in thread {thread.name!r}: thread {owner.name!r} is "
                     f"inside the step {other.name!r}, and what a step traces belongs to the whole process. Run steps "
                     "in one thread, or take turns with a lock."
                 )
             other.abort()
-        _held = (thread, claimant)
+        _only_step = (thread, step)
 
 
-def step_of_process() -> Claimant | None:
+def step_of_process() -> OnlyStep | None:
     """The step that the process is in, if any."""
-    return _held[1] if _held is not None else None
+    return _only_step[1] if _only_step is not None else None
 
 
-def release_process(claimant: Claimant) -> None:
+def end_only_step(step: OnlyStep) -> None:
     """Lets other steps begin, if this one is the only one of the process."""
-    global _held
-    if _held is not None and _held[1] is claimant:
-        _held = None
+    global _only_step
+    if _only_step is not None and _only_step[1] is step:
+        _only_step = None

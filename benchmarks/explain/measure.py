@@ -201,7 +201,7 @@ def _names(report: str, line: str) -> bool:
 
 
 def _remedy_of(report: str) -> str:
-    return re.split(r"\n  (?:what to do|ways out): ", report)[-1] if "\n  w" in report else ""
+    return re.split(r"\n  (?:what to do|remedies): ", report)[-1] if re.search(r"\n  (?:w|remed)", report) else ""
 
 
 _HEADERS = ("fault", "loop", "expected", "cause", "line", "remedy", "other reports")

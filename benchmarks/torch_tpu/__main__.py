@@ -98,8 +98,8 @@ def main(command: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="at least 8")
     parser.add_argument("--timeout", type=float, default=300, help="seconds per run")
     options = parser.parse_args(command)
-    if (obstacle := stand_in.obstacle()) is not None:
-        parser.error(obstacle)
+    if (reason := stand_in.reason_to_skip()) is not None:
+        parser.error(reason)
     made = report.Report("torch_tpu", settings={"steps": options.steps})
     measured = made.results["rows"] = []
     with tempfile.TemporaryDirectory() as folder:

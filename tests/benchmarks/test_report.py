@@ -100,12 +100,12 @@ def test_child_that_still_computes_has_more_time() -> None:
         return "done"
 
     longer = functools.partial(computes, 0.5)
-    assert run_in_child(longer, timeout=0.1, patience=1e6).value == "done"
+    assert run_in_child(longer, timeout=0.1, deadline_factor=1e6).value == "done"
     forever = functools.partial(computes, float("inf"))
-    assert "still running" in str(run_in_child(forever, timeout=0.1, patience=5).error)
+    assert "still running" in str(run_in_child(forever, timeout=0.1, deadline_factor=5).error)
 
 
 def test_child_that_hangs_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "_LOOKED_AT_SECONDS", 0.5)
-    outcome = run_in_child(lambda: time.sleep(600), timeout=0.5, patience=1e6)
+    outcome = run_in_child(lambda: time.sleep(600), timeout=0.5, deadline_factor=1e6)
     assert "still running" in str(outcome.error)

@@ -222,14 +222,14 @@ def test_tensor_ids_name_values() -> None:
     assert _C._xla_get_tensor_id(first) == _C._xla_get_tensor_id(first)
 
 
-def test_a_twin_takes_over_a_value_in_place() -> None:
+def test_a_second_copy_takes_over_a_value_in_place() -> None:
     device = _start()
     tensor = torch.ones(3).to(device)
     torch._sync(tensor)
     inner = torch._from_functional_tensor(tensor)
-    twin = torch._from_functional_tensor(inner.clone())
+    trained = torch._from_functional_tensor(inner.clone())
     inner.add_(1)
-    inner.copy_(twin)
+    inner.copy_(trained)
     assert tensor.cpu().tolist() == [1, 1, 1]
 
 

@@ -17,7 +17,7 @@ from tests.crash.killed_trainings import OURS, RUNS, STEPS, die_after, loads, lo
 
 _TIMEOUT = 120
 # A machine that is slow, or has other work to do, is no hang.
-_PATIENCE = 6
+_DEADLINE_FACTOR = 6
 # By SIGTERM where nobody handles it, as with Fabric.
 _KILLED = ("the process died with signal 9", "the process died with signal 15")
 _ENDED = "the process left with exit code 143"
@@ -68,7 +68,7 @@ def whole(run: Callable[..., None], where: Path) -> tuple[dict[int, str], float]
         # Twice: the first run warms the disk's caches, and the second shows that the training is repeatable.
         shutil.rmtree(where / "whole", ignore_errors=True)
         journal.unlink(missing_ok=True)
-        outcome = run_in_child(partial(_timed, child, journal), timeout=_TIMEOUT, patience=_PATIENCE)
+        outcome = run_in_child(partial(_timed, child, journal), timeout=_TIMEOUT, deadline_factor=_DEADLINE_FACTOR)
         found = {noted.step: noted.loss for noted in losses(journal)}
         if not outcome.ok or sorted(found) != list(range(1, STEPS + 1)) or (first and found != first):
             raise RuntimeError(f"a training that nobody killed went wrong: {outcome.error}\n{outcome.output}")
@@ -122,7 +122,7 @@ def kill(name: str, kills: int, seed: int, where: Path, grace: float | None = No
                 die_after(seconds, journal, grace=given)
             run(folder, journal)
 
-        outcome = run_in_child(child, timeout=_TIMEOUT, patience=_PATIENCE)
+        outcome = run_in_child(child, timeout=_TIMEOUT, deadline_factor=_DEADLINE_FACTOR)
         lives.append(outcome.seconds)
         ended = outcome.short_error == _ENDED
         was_killed = ended or outcome.error in _KILLED
@@ -173,7 +173,7 @@ def flip(name: str, bits: int, seed: int, where: Path) -> tuple[int, list[str]]:
             file.write_bytes(data)
         return silent
 
-    outcome = run_in_child(child, timeout=_TIMEOUT + 10 * bits, patience=_PATIENCE)
+    outcome = run_in_child(child, timeout=_TIMEOUT + 10 * bits, deadline_factor=_DEADLINE_FACTOR)
     if not outcome.ok:
         raise RuntimeError(f"{name}: {outcome.error}\n{outcome.output}")
     return bits - len(outcome.value), outcome.value

@@ -534,14 +534,14 @@ def test_a_read_before_the_backward_in_evaluation_mode_is_told() -> None:
 @isolated
 def test_a_copy_of_a_model_computes_with_its_own_weights_and_a_model_can_be_pickled() -> None:
     setup = Setup(Accelerator())
-    twin = copy.deepcopy(setup.model)
+    trained = copy.deepcopy(setup.model)
     for batch in setup.loader:
         setup.update(setup.loss(batch))
     x = torch.ones(2, FEATURES, device=setup.accelerator.device)
     setup.model.eval()
-    twin.eval()
+    trained.eval()
     with torch.no_grad():
-        assert not torch.equal(setup.model(x).cpu(), twin(x).cpu())
+        assert not torch.equal(setup.model(x).cpu(), trained(x).cpu())
     restored = pickle.loads(pickle.dumps(setup.model.cpu()))
     torch.testing.assert_close(restored(x.cpu()), setup.model(x.cpu()))
 

@@ -38,7 +38,7 @@ from tests.hf_trainer.scenarios import (
 )
 from tests.tiny_models import tiny
 from xla_adapters.loop.replay import batch_of
-from xla_adapters.replay.call_spec import batch_obstacle
+from xla_adapters.replay.call_spec import batch_reason
 from xla_adapters.replay.guards.snapshot import computes_only
 
 pytestmark = pytest.mark.isolated
@@ -313,7 +313,7 @@ def test_functions_that_a_library_model_calls() -> None:
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_what_a_replay_takes_outlives_the_execution(accumulated: int) -> None:
-    """Also the sum of losses and the gradients. The former value of a tensor waits for the device."""
+    """Also the sum of losses and the gradients. The value before it of a tensor waits for the device."""
     run = ours(gpt2(), token_samples(32), args=arguments(max_steps=8, gradient_accumulation_steps=accumulated))
     assert steps_of(run.trainer).train.replays
     runtime: Any = xla_adapters.get_runtime()
@@ -373,10 +373,10 @@ def test_attributes_of_a_batch_are_compared() -> None:
     batch, other = _features(vector_samples(2)), _features(vector_samples(2))
     assert batch_of(batch)[1] == batch_of(other)[1]
     other.skip_tensor_conversion = ["x"]
-    assert batch_obstacle(other) is None
+    assert batch_reason(other) is None
     assert batch_of(batch)[1] != batch_of(other)[1]
     other.skip_tensor_conversion = object()
-    assert "'skip_tensor_conversion', which cannot be compared" in str(batch_obstacle(other))
+    assert "'skip_tensor_conversion', which cannot be compared" in str(batch_reason(other))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "vit"])

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, Trainer
 
 import xla_adapters
 from hf_trainer import XLATrainerMixin
-from hf_trainer.libraries import reads_answered
+from hf_trainer.libraries import reads_allowed
 from tests.hf_trainer.scenarios import assert_close, steps_of, train, without_xla
 from xla_adapters import GraphBreakWarning, get_runtime
 
@@ -121,7 +121,7 @@ def test_the_second_computation_draws_the_same_numbers() -> None:
     trainer = _trainer(_Trainer, "xla")
     drawn = []
     ones = torch.ones(64, device="xla")
-    with reads_answered(trainer):
+    with reads_allowed(trainer):
         for _ in range(2):
             with xla_adapters.step():
                 context = gradcache.RandContext(ones)

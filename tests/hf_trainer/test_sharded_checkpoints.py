@@ -175,9 +175,9 @@ def test_models_that_carry_dtensors(tmp_path: Path) -> None:
     assert_cut_as_planned(done)
     assert_close(done.losses, reference(model("gpt2"), data("gpt2"), args=options()).losses, 1e-5)
     layer.weight = nn.Parameter(distribute_tensor(model("gpt2").transformer.h[0].mlp.c_fc.weight, mesh, None))
-    former = torch.optim.AdamW(net.parameters())
+    earlier = torch.optim.AdamW(net.parameters())
     with pytest.raises(ConfigError, match="before its DTensors were accepted"):
-        ours(net, data("gpt2"), args=arguments(**options()), sharding="2d", optimizers=(former, None))
+        ours(net, data("gpt2"), args=arguments(**options()), sharding="2d", optimizers=(earlier, None))
 
 
 def test_a_module_of_ones_own_is_saved_as_ever(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from hf_trainer import XLATrainerMixin
-from hf_trainer.libraries import reads_answered
-from hf_trainer.replay import obstacle_around, obstacle_within, overridden
+from hf_trainer.libraries import reads_allowed
+from hf_trainer.replay import overridden, reason_around, reason_within
 from tests.hf_trainer.scenarios import steps_of, train
 from tests.hf_trainer.text_models import llama, tokenizer
 from tests.hf_trainer.trl_runs import (
@@ -161,7 +161,7 @@ def test_what_is_not_known_of_trl_is_traced(monkeypatch: pytest.MonkeyPatch) -> 
         trainer.create_optimizer()
         for name, value in changes.items():
             setattr(trainer, name, value)
-        return obstacle_around(trainer) or obstacle_within(trainer)
+        return reason_around(trainer) or reason_within(trainer)
 
     assert reason() is None
     changed = type("Changed", (SFT,), {"compute_loss": _own_loss})
@@ -200,7 +200,7 @@ def test_extremes_without_a_read_are_trls() -> None:
         __module__ = "trl.trainer"
 
     trainer = Known(model=torch.nn.Identity())
-    with reads_answered(cast(Any, trainer)):
+    with reads_allowed(cast(Any, trainer)):
         ours = [utils.nanmin, utils.nanmax]
         assert all(getattr(trl.trainer.grpo_trainer, name) not in theirs for name in ("nanmin", "nanmax"))
         found = [[extreme(sample) for sample in samples] for extreme in ours]

@@ -369,7 +369,7 @@ class Plugin(TorchCheckpointIO):
 
 
 def test_random_numbers_go_on_from_what_a_plugin_saved(tmp_path: Path) -> None:
-    """As in the files of former versions they are among the entries."""
+    """As in the files of earlier versions they are among the entries."""
     fabric = Fabric(strategy=XLAEagerFabricStrategy(checkpoint_io=Plugin()))
     fabric.launch()
     model = torch.nn.Linear(2, 2)

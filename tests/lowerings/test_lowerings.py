@@ -16,7 +16,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 import xla_adapters
 from tests.support import update
 from xla_adapters.replay.compiled_step import CompiledStep
-from xla_adapters.tracing.library_reads import LibraryReads, answering
+from xla_adapters.tracing.library_reads import LibraryReads, allowing_reads
 
 pytestmark = pytest.mark.isolated
 
@@ -397,7 +397,7 @@ def test_ctc_of_transformers_does_not_select_labels() -> None:
     xla_adapters.initialize()
     generator = torch.Generator().manual_seed(0)
     batches = [[[1, 2, -100, -100], [3, 3, 4, 5]], [[-100, 2, 0, 1], [3, -100, -100, -100]], [[1] * 4, [-100] * 4]]
-    with answering(LibraryReads([])), xla_adapters.count() as counters:
+    with allowing_reads(LibraryReads([])), xla_adapters.count() as counters:
         used = LOSS_MAPPING["ForCTC"]
         for batch in batches:
             logits = torch.randn(2, 12, 6, generator=generator)

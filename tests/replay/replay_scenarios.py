@@ -128,7 +128,7 @@ class Scenario:
     events: tuple[tuple[str, int, int], ...] = ()
 
 
-class ScenarioTwin:
+class ScenarioRun:
     """One of two trainings of a scenario.
 
     Args:
@@ -208,147 +208,147 @@ class ScenarioTwin:
         return state
 
 
-def _layers(twin: ScenarioTwin) -> list[nn.Module]:
-    return [module for module in twin.model.modules() if list(module.parameters(recurse=False))]
+def _layers(trained: ScenarioRun) -> list[nn.Module]:
+    return [module for module in trained.model.modules() if list(module.parameters(recurse=False))]
 
 
-def _freeze(twin: ScenarioTwin) -> None:
-    first = next(_layers(twin)[0].parameters())
+def _freeze(trained: ScenarioRun) -> None:
+    first = next(_layers(trained)[0].parameters())
     first.requires_grad_(not first.requires_grad)
 
 
-def _rate(value: float) -> Callable[[ScenarioTwin], None]:
-    def change(twin: ScenarioTwin) -> None:
-        for group in twin.optimizer.param_groups:
+def _rate(value: float) -> Callable[[ScenarioRun], None]:
+    def change(trained: ScenarioRun) -> None:
+        for group in trained.optimizer.param_groups:
             group["lr"] = value
 
     return change
 
 
-def _decay(twin: ScenarioTwin) -> None:
-    for group in twin.optimizer.param_groups:
+def _decay(trained: ScenarioRun) -> None:
+    for group in trained.optimizer.param_groups:
         if "weight_decay" in group:
             group["weight_decay"] = 0.0 if group["weight_decay"] else 0.2
 
 
-def _load(twin: ScenarioTwin) -> None:
-    twin.model.load_state_dict({name: value.cpu() // 2 for name, value in twin.model.state_dict().items()})
+def _load(trained: ScenarioRun) -> None:
+    trained.model.load_state_dict({name: value.cpu() // 2 for name, value in trained.model.state_dict().items()})
 
 
-def _load_optimizer(twin: ScenarioTwin) -> None:
-    twin.optimizer.load_state_dict(twin.optimizer.state_dict())
+def _load_optimizer(trained: ScenarioRun) -> None:
+    trained.optimizer.load_state_dict(trained.optimizer.state_dict())
 
 
-def _swap(name: str) -> Callable[[ScenarioTwin], None]:
-    return lambda twin: twin.use_optimizer(name)
+def _swap(name: str) -> Callable[[ScenarioRun], None]:
+    return lambda trained: trained.use_optimizer(name)
 
 
-def _dropout(twin: ScenarioTwin) -> None:
-    for module in twin.model.modules():
+def _dropout(trained: ScenarioRun) -> None:
+    for module in trained.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.25 if module.p != 0.25 else 0.5
 
 
-def _dropout_off(twin: ScenarioTwin) -> None:
-    for module in twin.model.modules():
+def _dropout_off(trained: ScenarioRun) -> None:
+    for module in trained.model.modules():
         if isinstance(module, nn.Dropout):
             module.train(not module.training)
 
 
-def _evaluation(twin: ScenarioTwin) -> None:
-    for module in twin.model.modules():
+def _evaluation(trained: ScenarioRun) -> None:
+    for module in trained.model.modules():
         # torch_xla 2.9 has no backward of batch norm in evaluation mode.
         if not isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
             module.training = not module.training
 
 
-def _edit(twin: ScenarioTwin) -> None:
+def _edit(trained: ScenarioRun) -> None:
     with torch.no_grad():
-        for parameter in _layers(twin)[-1].parameters():
+        for parameter in _layers(trained)[-1].parameters():
             parameter.mul_(1.5)
 
 
-def _edit_row(twin: ScenarioTwin) -> None:
+def _edit_row(trained: ScenarioRun) -> None:
     with torch.no_grad():
-        _layers(twin)[0].weight[0] = 0.25
+        _layers(trained)[0].weight[0] = 0.25
 
 
-def _edit_buffers(twin: ScenarioTwin) -> None:
-    for buffer in twin.model.buffers():
+def _edit_buffers(trained: ScenarioRun) -> None:
+    for buffer in trained.model.buffers():
         buffer.add_(1)
 
 
-def _edit_state(twin: ScenarioTwin) -> None:
-    for state in twin.optimizer.state.values():
+def _edit_state(trained: ScenarioRun) -> None:
+    for state in trained.optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.ndim:
                 value.mul_(0.5)
 
 
-def _set_data(twin: ScenarioTwin) -> None:
-    weight = _layers(twin)[0].weight
+def _set_data(trained: ScenarioRun) -> None:
+    weight = _layers(trained)[0].weight
     weight.data = (weight.detach() * 0.5).clone()
 
 
-def _copies(twin: ScenarioTwin) -> None:
+def _copies(trained: ScenarioRun) -> None:
     """Copying shares the buffer in torch_xla."""
-    weight = _layers(twin)[0].weight
+    weight = _layers(trained)[0].weight
     with torch.no_grad():
-        twin.aliases += [torch.zeros_like(weight).copy_(weight), weight.view(-1), weight.clone()]
+        trained.aliases += [torch.zeros_like(weight).copy_(weight), weight.view(-1), weight.clone()]
 
 
-def _restore(twin: ScenarioTwin) -> None:
+def _restore(trained: ScenarioRun) -> None:
     """As an average of the weights is swapped in."""
     with torch.no_grad():
-        for parameter in twin.model.parameters():
+        for parameter in trained.model.parameters():
             parameter.copy_(parameter.detach().clone())
 
 
-def _reinitialise(twin: ScenarioTwin) -> None:
-    layer = _layers(twin)[-1]
+def _reinitialise(trained: ScenarioRun) -> None:
+    layer = _layers(trained)[-1]
     layer.weight = nn.Parameter(layer.weight.detach().clone() * 0.5)
-    twin.use_optimizer(twin.scenario.optimizer)
+    trained.use_optimizer(trained.scenario.optimizer)
 
 
-def _clipping(twin: ScenarioTwin) -> None:
-    twin.clipping = {"norm": "value", "value": None, None: "norm"}[twin.clipping]
+def _clipping(trained: ScenarioRun) -> None:
+    trained.clipping = {"norm": "value", "value": None, None: "norm"}[trained.clipping]
 
 
-def _gradients(twin: ScenarioTwin) -> None:
-    for parameter in twin.model.parameters():
+def _gradients(trained: ScenarioRun) -> None:
+    for parameter in trained.model.parameters():
         parameter.grad = torch.ones_like(parameter) * 0.1
 
 
-def _hook(twin: ScenarioTwin) -> None:
-    _layers(twin)[0].register_forward_hook(lambda module, args, output: output * 0.5)
+def _hook(trained: ScenarioRun) -> None:
+    _layers(trained)[0].register_forward_hook(lambda module, args, output: output * 0.5)
 
 
 class _Stop(Exception):
     pass
 
 
-def _fail(twin: ScenarioTwin) -> None:
+def _fail(trained: ScenarioRun) -> None:
     """A pass that raises, and so changes nothing."""
 
     def stop(module: nn.Module, args: Any, output: Any) -> None:
         raise _Stop
 
-    handle = _layers(twin)[-1].register_forward_hook(stop)
+    handle = _layers(trained)[-1].register_forward_hook(stop)
     generator = torch.Generator().manual_seed(0)
-    inputs = twin._draw(SIZES[-1], generator)
+    inputs = trained._draw(SIZES[-1], generator)
     inputs = (
-        inputs.to(torch.bfloat16) if twin.scenario.precision == "bfloat16" and inputs.is_floating_point() else inputs
+        inputs.to(torch.bfloat16) if trained.scenario.precision == "bfloat16" and inputs.is_floating_point() else inputs
     )
     try:
-        twin.step(inputs, torch.zeros(SIZES[-1], dtype=torch.long), True)
+        trained.step(inputs, torch.zeros(SIZES[-1], dtype=torch.long), True)
     except _Stop:
         pass
     finally:
         handle.remove()
 
 
-CHANGES: dict[str, Callable[[ScenarioTwin], None]] = {
-    "nothing": lambda twin: None,
+CHANGES: dict[str, Callable[[ScenarioRun], None]] = {
+    "nothing": lambda trained: None,
     "freeze or thaw a parameter": _freeze,
     "rate": _rate(0.013),
     "rate of 0": _rate(0.0),
@@ -377,13 +377,13 @@ CHANGES: dict[str, Callable[[ScenarioTwin], None]] = {
 
 
 def replays_like_retraced(scenario: Scenario) -> tuple[int, int]:
-    """Demands that both twins of a scenario come to the same state, to the last bit, all along.
+    """Demands that both runs of a scenario come to the same state, to the last bit, all along.
 
     Returns:
         Passes that were replayed, and passes in all.
     """
     assert xla_adapters.get_runtime().replay_works
-    retraced, replayed = ScenarioTwin(scenario, False), ScenarioTwin(scenario, "auto")
+    retraced, replayed = ScenarioRun(scenario, False), ScenarioRun(scenario, "auto")
     retraced.run()
     replayed.run()
     assert retraced.step.replays == 0

@@ -11,7 +11,7 @@ from torch import nn
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
 from tests.isolation import isolated, run_in_child
-from tests.replay.with_and_without_replay import Twin, assert_twins
+from tests.replay.with_and_without_replay import TrainedStep, assert_same_as_traced
 from xla_adapters import CompiledStep, XLAConfig
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.capture import CaptureScope
@@ -32,13 +32,13 @@ from xla_adapters.replay.capture import CaptureScope
 def test_bit_identical_over_two_hundred_steps_with_a_schedule(
     optimizer: type[torch.optim.Optimizer], options: dict
 ) -> None:
-    def run(twin: Twin) -> None:
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(twin.optimizer, 200)
+    def run(trained: TrainedStep) -> None:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(trained.optimizer, 200)
         for _ in range(200):
-            twin.run(1)
+            trained.run(1)
             schedule.step()
 
-    assert_twins(run, replays=198, optimizer=optimizer, **options)
+    assert_same_as_traced(run, replays=198, optimizer=optimizer, **options)
 
 
 @isolated
@@ -46,15 +46,15 @@ def test_one_compile_and_one_execution_per_step() -> None:
     assert xla_adapters.get_runtime().replay_works
     # On TorchTPU tensors from before it get buffers of their own, operation by operation.
     xla_adapters.get_runtime().device.initialize()
-    twin = Twin("auto")
+    trained = TrainedStep("auto")
     xla_adapters.get_runtime().tracing.flush()
     with xla_adapters.count() as counters:
-        twin.run(10)
+        trained.run(10)
     # The one transfer brings the numbers that prove which inputs of a lazy graph are the optimizer's.
     transfers = 0 if ON_TORCH_TPU else 1
     assert (counters.compiles, counters.executions, counters.transfers_to_host) == (1, 10, transfers)
     assert counters.eager_ops == 0
-    assert twin.step.replays == 8
+    assert trained.step.replays == 8
 
 
 @isolated
@@ -131,18 +131,18 @@ def test_gradients_that_are_not_dropped_are_there() -> None:
 
 @isolated
 def test_views_aliases_and_copies_see_what_they_should() -> None:
-    twin = Twin("auto")
-    twin.run(3)
-    weight = twin.model[0].weight
+    trained = TrainedStep("auto")
+    trained.run(3)
+    weight = trained.model[0].weight
     view, alias = weight.view(-1), weight.detach()
     with xla_adapters.eager():
         copied = torch.zeros_like(weight)
         copied.copy_(weight.detach())
         cloned = weight.detach().clone()
     before = weight.detach().cpu().clone()
-    twin.run(2)
+    trained.run(2)
     after = weight.detach().cpu()
-    assert twin.step.replays == 3
+    assert trained.step.replays == 3
     assert not torch.equal(before, after)
     assert torch.equal(view.cpu(), after.view(-1))
     assert torch.equal(alias.cpu(), after)
@@ -158,20 +158,20 @@ def test_state_lives_in_as_many_buffers_as_before() -> None:
 
     from xla_adapters.replay.launcher import WRITES_KEPT
 
-    twin = Twin("auto")
-    twin.run(20)
+    trained = TrainedStep("auto")
+    trained.run(20)
 
     def live() -> int:
         """Where replays have just let go of what they have replaced: how many they are ahead depends on their pace."""
         found = []
         for _ in range(2 * WRITES_KEPT):
-            twin.run(1)
-            twin.losses.clear()
+            trained.run(1)
+            trained.losses.clear()
             found.append(len(torch_xla._XLAC._check_device_tensor_need_materialization(str(torch_xla.device()))))
         return min(found)
 
     before = live()
-    twin.run(8 * WRITES_KEPT)
+    trained.run(8 * WRITES_KEPT)
     assert live() <= before + 8
 
 
@@ -179,10 +179,10 @@ def test_state_lives_in_as_many_buffers_as_before() -> None:
 def test_switched_off_where_torch_xla_behaves_otherwise() -> None:
     runtime = xla_adapters.get_runtime()
     runtime.__dict__["replay_works"] = False
-    twin = Twin("auto")
-    twin.run(4)
-    assert twin.step.replays == 0
-    assert twin.losses[-1].cpu().isfinite()
+    trained = TrainedStep("auto")
+    trained.run(4)
+    assert trained.step.replays == 0
+    assert trained.losses[-1].cpu().isfinite()
 
 
 @isolated
@@ -252,13 +252,13 @@ def test_a_tensor_that_has_moved_is_not_looked_for_at_its_old_address() -> None:
     # As before each write. The next number that is uploaded may get the address.
     runtime.spmd.annotate_whole(total)
     assert runtime.lazy.handles([total]) != [before]
-    assert [slot.kind for slots in scope._unmoved().values() for slot in slots] == ["batch"]
+    assert [place.kind for places in scope._unmoved().values() for place in places] == ["batch"]
     scope.abort()
 
 
 @isolated
-@pytest.mark.parametrize("obstacle", ["code that changes in each step", "a hook"])
-def test_what_keeps_steps_from_being_replayed_later_costs_no_compile(obstacle: str) -> None:
+@pytest.mark.parametrize("cause", ["code that changes in each step", "a hook"])
+def test_what_keeps_steps_from_being_replayed_later_costs_no_compile(cause: str) -> None:
     xla_adapters.initialize()
     model = nn.Linear(4, 3).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -278,10 +278,10 @@ def test_what_keeps_steps_from_being_replayed_later_costs_no_compile(obstacle: s
         batches = [torch.randn(5, 4).to(DEVICE) for _ in range(12)]
         before = counted.compiles
         for call, batch in enumerate(batches):
-            if obstacle == "a hook" and call == 0:
+            if cause == "a hook" and call == 0:
                 model.register_forward_hook(lambda module, args, result: None)
-            elif obstacle != "a hook":
+            elif cause != "a hook":
                 settings["temperature"] = 3.0 - call / 8
             step(batch)
         assert counted.compiles == before
-    assert any(("in a row" if obstacle != "a hook" else "hook") in reason for reason in step.reasons)
+    assert any(("in a row" if cause != "a hook" else "hook") in reason for reason in step.reasons)

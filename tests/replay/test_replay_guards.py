@@ -1,4 +1,4 @@
-"""What changes under a replayed step takes effect at once: each intervention against the retraced twin."""
+"""What changes under a replayed step takes effect at once: each intervention against the retraced trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
-from tests.replay.with_and_without_replay import Twin, assert_twins
+from tests.replay.with_and_without_replay import TrainedStep, assert_same_as_traced
 from tests.support import update
 from xla_adapters import (
     CompiledStep,
@@ -30,74 +30,74 @@ from xla_adapters.runtime import eager
 
 pytestmark = pytest.mark.isolated
 
-_Change = Callable[[Twin], None]
+_Change = Callable[[TrainedStep], None]
 
 
-def _freeze(twin: Twin) -> None:
-    for parameter in twin.model[0].parameters():
+def _freeze(trained: TrainedStep) -> None:
+    for parameter in trained.model[0].parameters():
         parameter.requires_grad_(False)
 
 
-def _rate(twin: Twin) -> None:
-    twin.optimizer.param_groups[0]["lr"] = 0.2
+def _rate(trained: TrainedStep) -> None:
+    trained.optimizer.param_groups[0]["lr"] = 0.2
 
 
-def _decay(twin: Twin) -> None:
-    twin.optimizer.param_groups[0]["weight_decay"] = 0.0
+def _decay(trained: TrainedStep) -> None:
+    trained.optimizer.param_groups[0]["weight_decay"] = 0.0
 
 
-def _betas(twin: Twin) -> None:
-    twin.optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+def _betas(trained: TrainedStep) -> None:
+    trained.optimizer.param_groups[0]["betas"] = (0.8, 0.99)
 
 
-def _evaluate(twin: Twin) -> None:
-    twin.model[2].eval()
+def _evaluate(trained: TrainedStep) -> None:
+    trained.model[2].eval()
 
 
-def _dropout(twin: Twin) -> None:
-    twin.model[2].p = 0.6
+def _dropout(trained: TrainedStep) -> None:
+    trained.model[2].p = 0.6
 
 
-def _load(twin: Twin) -> None:
-    twin.model.load_state_dict({name: value.cpu() * 0.5 for name, value in twin.model.state_dict().items()})
+def _load(trained: TrainedStep) -> None:
+    trained.model.load_state_dict({name: value.cpu() * 0.5 for name, value in trained.model.state_dict().items()})
 
 
-def _in_place(twin: Twin) -> None:
+def _in_place(trained: TrainedStep) -> None:
     with torch.no_grad():
-        twin.model[0].weight.mul_(1.5)
+        trained.model[0].weight.mul_(1.5)
 
 
-def _replace_parameter(twin: Twin) -> None:
+def _replace_parameter(trained: TrainedStep) -> None:
     weight = torch.full((8, 4), 0.1).to(DEVICE)
-    twin.model[0].weight = nn.Parameter(weight)
-    twin.optimizer.add_param_group({"params": [twin.model[0].weight]})
+    trained.model[0].weight = nn.Parameter(weight)
+    trained.optimizer.add_param_group({"params": [trained.model[0].weight]})
 
 
-def _load_optimizer(twin: Twin) -> None:
-    saved = twin.optimizer.state_dict()
-    twin.optimizer.load_state_dict(saved)
+def _load_optimizer(trained: TrainedStep) -> None:
+    saved = trained.optimizer.state_dict()
+    trained.optimizer.load_state_dict(saved)
 
 
-def _swap_optimizer(twin: Twin) -> None:
-    twin.optimizer = torch.optim.SGD(twin.model.parameters(), lr=0.1)
+def _swap_optimizer(trained: TrainedStep) -> None:
+    trained.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
 
 
-def _hook(twin: Twin) -> None:
-    twin.model[0].register_forward_hook(lambda module, args, output: output * 0.5)
+def _hook(trained: TrainedStep) -> None:
+    trained.model[0].register_forward_hook(lambda module, args, output: output * 0.5)
 
 
-def _set_data(twin: Twin) -> None:
-    twin.model[0].weight.data = torch.full((8, 4), 0.2).to(DEVICE)
+def _set_data(trained: TrainedStep) -> None:
+    trained.model[0].weight.data = torch.full((8, 4), 0.2).to(DEVICE)
 
 
-def _swap_data(twin: Twin) -> None:
-    weight = twin.model[0].weight
-    moment = twin.optimizer.state[weight]["exp_avg"]
+def _swap_data(trained: TrainedStep) -> None:
+    weight = trained.model[0].weight
+    moment = trained.optimizer.state[weight]["exp_avg"]
     weight.data, moment.data = moment.data, weight.data
 
 
-def _through_a_view(twin: Twin) -> None:
-    twin.model[0].weight.data.view(-1)[:3].fill_(0.3)
+def _through_a_view(trained: TrainedStep) -> None:
+    trained.model[0].weight.data.view(-1)[:3].fill_(0.3)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def _through_a_view(twin: Twin) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_intervention(change: _Change, again: int, reason: str) -> None:
-    def run(twin: Twin) -> None:
-        twin.run(5)
-        change(twin)
-        twin.run(5)
+    def run(trained: TrainedStep) -> None:
+        trained.run(5)
+        change(trained)
+        trained.run(5)
 
-    assert_twins(run, replays=3 + again, reason=reason)
+    assert_same_as_traced(run, replays=3 + again, reason=reason)
 
 
 class _Activation(nn.Module):
@@ -175,21 +175,21 @@ def _an_equal_value(module: _Activation) -> None:
     ],
 )
 def test_something_else_in_a_module(change: Callable[[_Activation], None], again: int, reason: str) -> None:
-    def run(twin: Twin) -> None:
-        twin.model[2] = module = _Activation()
-        twin.run(5)
+    def run(trained: TrainedStep) -> None:
+        trained.model[2] = module = _Activation()
+        trained.run(5)
         change(module)
-        twin.run(5)
+        trained.run(5)
 
-    assert_twins(run, replays=3 + again, reason=reason)
+    assert_same_as_traced(run, replays=3 + again, reason=reason)
 
 
 def test_another_shape_is_another_call() -> None:
-    def run(twin: Twin) -> None:
+    def run(trained: TrainedStep) -> None:
         for size in (6, 6, 6, 3, 6, 3, 3, 6):
-            twin.run(1, size=size)
+            trained.run(1, size=size)
 
-    assert_twins(run, replays=4)
+    assert_same_as_traced(run, replays=4)
 
 
 def test_a_variable_of_the_function() -> None:
@@ -290,12 +290,12 @@ def test_a_tensor_left_behind_is_not_replayed() -> None:
 def test_equal_numbers_that_part_are_traced_again() -> None:
     """Decay and momentum are one number at first, and so one input of the graph."""
 
-    def run(twin: Twin) -> None:
-        twin.run(5)
-        twin.optimizer.param_groups[0]["weight_decay"] = 0.2
-        twin.run(5)
+    def run(trained: TrainedStep) -> None:
+        trained.run(5)
+        trained.optimizer.param_groups[0]["weight_decay"] = 0.2
+        trained.run(5)
 
-    assert_twins(
+    assert_same_as_traced(
         run,
         replays=6,
         reason="shared an input",
@@ -307,9 +307,9 @@ def test_equal_numbers_that_part_are_traced_again() -> None:
 
 def test_off_and_on() -> None:
     for replay, expected in ((False, 0), (True, 4), ("auto", 4)):
-        twin = Twin(replay)
-        twin.run(6)
-        assert twin.step.replays == expected
+        trained = TrainedStep(replay)
+        trained.run(6)
+        assert trained.step.replays == expected
     with pytest.raises(xla_adapters.ConfigError, match="step_replay='never' is not a valid value"):
         XLAConfig(step_replay="never")  # type: ignore[arg-type]
 
@@ -331,19 +331,19 @@ def test_giving_up_costs_no_compile() -> None:
 
 
 def test_a_refusal_in_a_later_pass_costs_no_compile() -> None:
-    twin = Twin("auto")
-    twin.run(1)
-    traced = twin.step._function
+    trained = TrainedStep("auto")
+    trained.run(1)
+    traced = trained.step._function
 
     def drawing(*args: Any) -> Any:
         random.random()
         return traced(*args)
 
-    twin.step._function = drawing
-    twin.run(7)
-    assert twin.step.replays == 0
-    assert "the step draws random numbers on the host" in twin.step.reasons, twin.step.reasons
-    assert [event.call for event in twin.step.program.events] == [1]
+    trained.step._function = drawing
+    trained.run(7)
+    assert trained.step.replays == 0
+    assert "the step draws random numbers on the host" in trained.step.reasons, trained.step.reasons
+    assert [event.call for event in trained.step.program.events] == [1]
 
 
 def test_a_batch_that_is_still_being_computed_is_known_again() -> None:
@@ -495,18 +495,18 @@ def _forward_of_class(module: _Scaled) -> None:
     ],
 )
 def test_what_the_code_of_a_module_reads(change: Callable[[_Scaled], None], reason: str) -> None:
-    def run(twin: Twin) -> None:
+    def run(trained: TrainedStep) -> None:
         global _scale
         _scale = 1.0
         _Scaled.factor = factor  # type: ignore[method-assign]
         _Scaled.forward = forward  # type: ignore[method-assign]
-        twin.model[2] = module = _Scaled()
-        twin.run(5)
+        trained.model[2] = module = _Scaled()
+        trained.run(5)
         change(module)
-        twin.run(5)
+        trained.run(5)
 
     factor, forward = _Scaled.factor, _Scaled.forward
-    assert_twins(run, replays=6, reason=reason)
+    assert_same_as_traced(run, replays=6, reason=reason)
 
 
 class _Loop:

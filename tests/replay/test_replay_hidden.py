@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
 from tests.replay.alike import Body, alike, update_of
-from tests.replay.with_and_without_replay import Twin
+from tests.replay.with_and_without_replay import TrainedStep
 from tests.support import differences, update
 from xla_adapters import CompiledStep
 from xla_adapters.tracing.activation_checkpointing import checkpoint
@@ -222,10 +222,10 @@ def _clamp(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _replace_step(optimizer: Any) -> None:
-    former = optimizer.step
+    stock = optimizer.step
 
     def step(*args: Any) -> None:
-        former(*args)
+        stock(*args)
         _clamp(optimizer)
 
     optimizer.step = step
@@ -280,15 +280,15 @@ def test_verifying_a_correct_step_warns_of_nothing() -> None:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("xla_adapters").addHandler(handler)
 
-    def run(twin: Twin) -> None:
-        schedule = torch.optim.lr_scheduler.LinearLR(twin.optimizer, 1.0, 0.0, total_iters=20)
+    def run(trained: TrainedStep) -> None:
+        schedule = torch.optim.lr_scheduler.LinearLR(trained.optimizer, 1.0, 0.0, total_iters=20)
         for _ in range(26):
-            twin.run(1)
+            trained.run(1)
             schedule.step()
 
     for optimizer in (torch.optim.AdamW, torch.optim.SGD):
-        retraced = Twin(False, optimizer)
-        replayed = Twin("auto", optimizer, config={"replay_verify_every": 4})
+        retraced = TrainedStep(False, optimizer)
+        replayed = TrainedStep("auto", optimizer, config={"replay_verify_every": 4})
         run(retraced)
         run(replayed)
         assert differences(retraced.state(), replayed.state()) == []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.device import DEVICE, ON_TORCH_TPU
-from tests.replay.with_and_without_replay import Twin, assert_twins
+from tests.replay.with_and_without_replay import TrainedStep, assert_same_as_traced
 from xla_adapters import CompiledStep, XLAConfig
 
 pytestmark = pytest.mark.isolated
@@ -52,7 +52,9 @@ def test_no_optimizer_is_forgotten() -> None:
 
 def test_replayed_bit_for_bit() -> None:
     for name, (replays, reason) in _REPLAYED.items():
-        assert_twins(lambda twin: twin.run(10), replays=replays, reason=reason, optimizer=getattr(torch.optim, name))
+        assert_same_as_traced(
+            lambda trained: trained.run(10), replays=replays, reason=reason, optimizer=getattr(torch.optim, name)
+        )
 
 
 def test_refused_with_the_reason() -> None:
@@ -98,12 +100,14 @@ class Louder(torch.optim.AdamW):
 def test_a_subclass_that_calls_the_step_of_its_base() -> None:
     # torch puts its hooks around the step of a class when the first of them is made.
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    twin = assert_twins(lambda twin: twin.run(8), replays=0, reason="none of the known optimizers", optimizer=Louder)
-    plain = Twin(False)
+    trained = assert_same_as_traced(
+        lambda trained: trained.run(8), replays=0, reason="none of the known optimizers", optimizer=Louder
+    )
+    plain = TrainedStep(False)
     plain.run(8)
     # Its first pass, which creates the state, is another graph, and rounds otherwise.
-    assert torch.allclose(plain.state()["losses"], twin.state()["losses"], atol=1e-6)
-    assert [len(group["params"]) for group in twin.optimizer.param_groups] == [6]
+    assert torch.allclose(plain.state()["losses"], trained.state()["losses"], atol=1e-6)
+    assert [len(group["params"]) for group in trained.optimizer.param_groups] == [6]
 
 
 def test_parts_that_only_some_batches_reach_keep_their_own_step_counts() -> None:
@@ -133,24 +137,24 @@ def test_parts_that_only_some_batches_reach_keep_their_own_step_counts() -> None
     assert any("step counts" in reason for reason in step.reasons), step.reasons
 
 
-def _of_one(twin: Twin) -> torch.Tensor:
-    return list(twin.optimizer.state.values())[2]["step"]
+def _of_one(trained: TrainedStep) -> torch.Tensor:
+    return list(trained.optimizer.state.values())[2]["step"]
 
 
-def _replace_data(twin: Twin) -> None:
-    _of_one(twin).data = torch.tensor(1.0)
+def _replace_data(trained: TrainedStep) -> None:
+    _of_one(trained).data = torch.tensor(1.0)
 
 
-def _fill_data(twin: Twin) -> None:
-    _of_one(twin).data.fill_(1)
+def _fill_data(trained: TrainedStep) -> None:
+    _of_one(trained).data.fill_(1)
 
 
-def _write_by_numpy(twin: Twin) -> None:
-    _of_one(twin).numpy()[...] = 1
+def _write_by_numpy(trained: TrainedStep) -> None:
+    _of_one(trained).numpy()[...] = 1
 
 
-def _fill_all(twin: Twin) -> None:
-    for state in twin.optimizer.state.values():
+def _fill_all(trained: TrainedStep) -> None:
+    for state in trained.optimizer.state.values():
         state["step"].data.fill_(1)
 
 
@@ -164,10 +168,10 @@ def _fill_all(twin: Twin) -> None:
         (_fill_all, ""),
     ],
 )
-def test_step_counts_that_are_written_without_a_new_version(change: Callable[[Twin], None], reason: str) -> None:
-    def run(twin: Twin) -> None:
-        twin.run(6)
-        change(twin)
-        twin.run(6)
+def test_step_counts_that_are_written_without_a_new_version(change: Callable[[TrainedStep], None], reason: str) -> None:
+    def run(trained: TrainedStep) -> None:
+        trained.run(6)
+        change(trained)
+        trained.run(6)
 
-    assert_twins(run, replays=8 if reason else 10, reason=reason)
+    assert_same_as_traced(run, replays=8 if reason else 10, reason=reason)

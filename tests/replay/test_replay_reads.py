@@ -15,7 +15,7 @@ from torch import nn
 import xla_adapters
 from tests.device import DEVICE
 from tests.replay.replay_cases import assert_followed, assert_traced
-from tests.replay.with_and_without_replay import Twin
+from tests.replay.with_and_without_replay import TrainedStep
 from tests.support import differences
 from xla_adapters import CompiledStep
 
@@ -294,16 +294,16 @@ def _halved(parameter: torch.Tensor) -> None:
 
 
 def test_hooks_on_parameters_count() -> None:
-    def run(twin: Twin) -> None:
-        twin.run(5)
-        hook = twin.model[0].weight.register_hook(lambda grad: grad * 0)
-        twin.run(5)
+    def run(trained: TrainedStep) -> None:
+        trained.run(5)
+        hook = trained.model[0].weight.register_hook(lambda grad: grad * 0)
+        trained.run(5)
         hook.remove()
-        twin.run(6)
-        twin.model[0].weight.register_post_accumulate_grad_hook(_halved)
-        twin.run(5)
+        trained.run(6)
+        trained.model[0].weight.register_post_accumulate_grad_hook(_halved)
+        trained.run(5)
 
-    retraced, replayed = Twin(False), Twin("auto")
+    retraced, replayed = TrainedStep(False), TrainedStep("auto")
     run(retraced)
     run(replayed)
     assert differences(retraced.state(), replayed.state()) == []
@@ -312,12 +312,12 @@ def test_hooks_on_parameters_count() -> None:
 
 def test_a_hook_that_comes_back_counts() -> None:
     """It goes into the dictionary that the first one has left empty."""
-    retraced, replayed = Twin(False), Twin("auto")
-    for twin in (retraced, replayed):
-        twin.model[0].weight.register_hook(lambda grad: grad * 0).remove()
-        twin.run(5)
-        twin.model[0].weight.register_hook(lambda grad: grad * 0)
-        twin.run(5)
+    retraced, replayed = TrainedStep(False), TrainedStep("auto")
+    for trained in (retraced, replayed):
+        trained.model[0].weight.register_hook(lambda grad: grad * 0).remove()
+        trained.run(5)
+        trained.model[0].weight.register_hook(lambda grad: grad * 0)
+        trained.run(5)
     assert differences(retraced.state(), replayed.state()) == []
     assert replayed.step.replays >= 3
 
@@ -325,20 +325,20 @@ def test_a_hook_that_comes_back_counts() -> None:
 def test_copies_made_where_all_is_eager_are_copies() -> None:
     """There a clone shares the buffer, also one that is made to get a buffer of its own."""
     with xla_adapters.eager():
-        retraced, replayed = Twin(False), Twin("auto")
-        for twin in (retraced, replayed):
-            twin.run(7)
-            weight = twin.model[0].weight
-            cloned, state = weight.detach().clone(), twin.optimizer.state[weight]["exp_avg"].clone()
-            kept = {name: value.clone() for name, value in twin.model.state_dict().items()}
+        retraced, replayed = TrainedStep(False), TrainedStep("auto")
+        for trained in (retraced, replayed):
+            trained.run(7)
+            weight = trained.model[0].weight
+            cloned, state = weight.detach().clone(), trained.optimizer.state[weight]["exp_avg"].clone()
+            kept = {name: value.clone() for name, value in trained.model.state_dict().items()}
             copied = torch.zeros_like(weight).copy_(weight.detach())
             expected, moment = weight.detach().cpu(), state.cpu()
-            twin.run(4)
+            trained.run(4)
             assert torch.equal(cloned.cpu(), expected)
             assert torch.equal(copied.cpu(), expected)
             assert torch.equal(kept["0.weight"].cpu(), expected)
             assert torch.equal(state.cpu(), moment)
-            twin.model.load_state_dict(kept)
-            twin.run(4)
+            trained.model.load_state_dict(kept)
+            trained.run(4)
         assert differences(retraced.state(), replayed.state()) == []
         assert replayed.step.replays >= 9

@@ -16,7 +16,7 @@ from xla_adapters import CompiledStep, StepSeed, XLAConfig
 CLASSES = 3
 
 
-class Twin:
+class TrainedStep:
     """A model, an optimizer and a step with dropout, clipping and a statistic.
 
     Args:
@@ -77,20 +77,22 @@ class Twin:
         return state
 
 
-def assert_twins(run: Callable[[Twin], None], *, replays: int, reason: str = "", **options: Any) -> Twin:
+def assert_same_as_traced(
+    run: Callable[[TrainedStep], None], *, replays: int, reason: str = "", **options: Any
+) -> TrainedStep:
     """Runs the same with and without replay, and demands the same state to the last bit.
 
     Args:
-        run: given a twin, trains it and intervenes.
+        run: given a step, trains it and intervenes.
         replays: how many passes must have been replayed.
         reason: must be part of a reason noted for a pass that was traced again; empty for no reason at all.
-        **options: of the twins.
+        **options: of the steps.
 
     Returns:
         The replayed one.
     """
     assert xla_adapters.get_runtime().replay_works
-    retraced, replayed = Twin(False, **options), Twin("auto", **options)
+    retraced, replayed = TrainedStep(False, **options), TrainedStep("auto", **options)
     run(retraced)
     run(replayed)
     assert retraced.step.replays == 0

@@ -10,7 +10,7 @@ import torch
 
 import xla_adapters
 from tests.isolation import isolated
-from tests.replay.with_and_without_replay import Twin
+from tests.replay.with_and_without_replay import TrainedStep
 from xla_adapters.replay.launcher import WRITES_KEPT, RunAhead
 from xla_adapters.runtime.torch_xla.cached_graphs import EXECUTIONS_KEPT, TakenValues
 
@@ -79,22 +79,22 @@ def test_the_host_is_only_so_far_ahead(seconds: float, host_seconds: float, most
 @isolated
 def test_what_a_replay_takes_outlives_the_execution() -> None:
     """Letting go of a value waits for the execution that took it: nobody does before others have followed."""
-    twin = Twin("auto")
-    twin.run(6)
+    trained = TrainedStep("auto")
+    trained.run(6)
     runtime: Any = xla_adapters.get_runtime()
-    parameters = list(twin.model.parameters())
+    parameters = list(trained.model.parameters())
 
     def numbers(tensors: list[torch.Tensor]) -> set[int]:
         return {runtime.lazy.tensor_number(tensor) for tensor in tensors}
 
-    former = numbers([runtime.values.snapshot(parameter) for parameter in parameters])
-    twin.run(1)
+    before = numbers([runtime.values.snapshot(parameter) for parameter in parameters])
+    trained.run(1)
     held = runtime.executables._graphs._taken._taken
     assert len(held) == EXECUTIONS_KEPT
-    assert former <= numbers(held[-1])
+    assert before <= numbers(held[-1])
     # A tensor of the program would have the new value by now, and have let go of the one that was taken.
     assert not any(torch._is_functional_tensor(value) for values in held for value in values)
     assert numbers([runtime.values.snapshot(parameter) for parameter in parameters]).isdisjoint(numbers(held[-1]))
-    twin.run(EXECUTIONS_KEPT)
-    assert former.isdisjoint(set().union(*map(numbers, held)))
-    assert twin.step.replays == 7
+    trained.run(EXECUTIONS_KEPT)
+    assert before.isdisjoint(set().union(*map(numbers, held)))
+    assert trained.step.replays == 7

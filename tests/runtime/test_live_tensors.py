@@ -29,7 +29,7 @@ def test_host_tensors_that_other_threads_destroy_are_left_alone() -> None:
 
     # What is frozen is not looked at: many more looks in the same time.
     gc.freeze()
-    former = sys.getswitchinterval()
+    before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     threads = [threading.Thread(target=make_views) for _ in range(2)]
     for thread in threads:
@@ -42,6 +42,6 @@ def test_host_tensors_that_other_threads_destroy_are_left_alone() -> None:
     ended.set()
     for thread in threads:
         thread.join()
-    sys.setswitchinterval(former)
+    sys.setswitchinterval(before)
     gc.unfreeze()
     assert looks > 1000

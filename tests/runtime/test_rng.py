@@ -18,7 +18,7 @@ import torch
 
 import xla_adapters
 from tests.isolation import isolated, run_in_child
-from tests.replay.with_and_without_replay import Twin
+from tests.replay.with_and_without_replay import TrainedStep
 from xla_adapters import CompiledStep, ConfigError, StepSeed, XLAConfig
 from xla_adapters.checkpoint import TrainingState
 from xla_adapters.errors import RandomAlgorithmWarning
@@ -282,23 +282,27 @@ def test_unknown_values_list_the_valid_ones() -> None:
 
 
 def _train(folder: Path, *, passes: int, resumes: bool = False, saves: bool = False) -> list[float]:
-    twin = Twin("auto")
+    trained = TrainedStep("auto")
     if resumes:
         state: dict[str, Any] = torch.load(folder / "state.pt")
-        twin.model.load_state_dict(state["model"])
-        twin.optimizer.load_state_dict(state["optimizer"])
-        twin.passes = state["passes"]
+        trained.model.load_state_dict(state["model"])
+        trained.optimizer.load_state_dict(state["optimizer"])
+        trained.passes = state["passes"]
         training = TrainingState.load(folder)
         assert training is not None
         training.restore()
-    twin.run(passes)
+    trained.run(passes)
     if saves:
-        state = {"model": twin.model.state_dict(), "optimizer": twin.optimizer.state_dict(), "passes": twin.passes}
+        state = {
+            "model": trained.model.state_dict(),
+            "optimizer": trained.optimizer.state_dict(),
+            "passes": trained.passes,
+        }
         torch.save(
             {**state, "model": {name: value.cpu() for name, value in state["model"].items()}}, folder / "state.pt"
         )
         TrainingState.capture().save(folder)
-    return [float(loss) for loss in twin.losses]
+    return [float(loss) for loss in trained.losses]
 
 
 def test_a_resumed_run_goes_on_with_the_algorithm_of_the_first(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests import children
 from tests.isolation import ChildFailed, _not_the_tests_time
 
 # Seconds; ranks that still compute then have so many times as long.
-_TIMEOUT, _PATIENCE = 240.0, 6.0
+_TIMEOUT, _DEADLINE_FACTOR = 240.0, 6.0
 # Seconds after which a launch gives up waiting for the other ranks.
 _LAUNCH_DEADLINE = os.environ.get("SHIM_DEADLINE", "60")
 
@@ -99,7 +99,7 @@ def _wait(
             continue
         now = sum(child.cpu_seconds() for child in started)
         # Ranks that wait for each other look a little at whether the others have come.
-        if now - computed < 0.5 or timeout > _PATIENCE * _TIMEOUT:
+        if now - computed < 0.5 or timeout > _DEADLINE_FACTOR * _TIMEOUT:
             return
         computed, timeout = now, timeout + 20
 

@@ -16,10 +16,10 @@ import pytest
 
 from tests.torch_tpu import stand_in
 
-_OBSTACLE = stand_in.obstacle()
+_REASON_TO_SKIP = stand_in.reason_to_skip()
 
 
-if _OBSTACLE is None:
+if _REASON_TO_SKIP is None:
     _folder = tempfile.TemporaryDirectory()
     atexit.register(_folder.cleanup)
     os.environ.update(stand_in.environment(Path(_folder.name)))
@@ -28,7 +28,7 @@ if _OBSTACLE is None:
 
 def is_started() -> bool:
     """Whether the device was used in this process."""
-    if _OBSTACLE is not None:
+    if _REASON_TO_SKIP is not None:
         return False
     from torch_tpu._internal.device import _device_ops_backend
 
@@ -143,8 +143,8 @@ _left_out: dict[str, str] = {}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what does not run on TorchTPU, and all where the device cannot be had."""
     for item in items:
-        if _OBSTACLE is not None:
-            item.add_marker(pytest.mark.skip(reason=_OBSTACLE))
+        if _REASON_TO_SKIP is not None:
+            item.add_marker(pytest.mark.skip(reason=_REASON_TO_SKIP))
         elif _HERE not in item.path.parents:
             reason = next((reason for name, reason in LEFT_OUT.items() if _is(item, name)), None)
             if reason is None:

@@ -59,7 +59,7 @@ def _number(name: str) -> ctypes.c_long:
     return ctypes.c_long.in_dll(ctypes.CDLL(os.environ["TPU_LIBRARY_PATH"]), f"shim_{name}")
 
 
-def obstacle() -> str | None:
+def reason_to_skip() -> str | None:
     """Why torch_tpu cannot run here, as a clause; None if it can."""
     for name in ("torch_tpu", _PLUGIN, _HEADER):
         # The parent first, which `find_spec` would import.

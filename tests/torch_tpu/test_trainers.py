@@ -59,8 +59,8 @@ def test_it_trains_as_the_cpu_does_in_one_launch_per_step(kind: str, step_replay
     # From the begin of one step to that of the next; with transformers' logs.
     steps = [after.since(before) for before, after in itertools.pairwise(counted)]
     assert len(steps) == 7
-    settled = steps[3:] if kind == "hf" else steps
-    assert {counts.executions for counts in settled} == {1}
+    steady = steps[3:] if kind == "hf" else steps
+    assert {counts.executions for counts in steady} == {1}
     # Of the first step, which finds no gradients; the others are the same program.
     assert [counts.compiles for counts in steps[3:]] == [0] * 4
     assert kind == "hf" or sum(counts.compiles for counts in steps) == 1
@@ -91,7 +91,7 @@ def test_the_device_of_accelerate_is_set_and_said_once(caplog: pytest.LogCapture
     assert said == "accelerate took the device cpu; a trainer of TorchTPU gives it tpu:0"
 
 
-def test_an_accelerator_of_the_program_is_no_obstacle() -> None:
+def test_an_accelerator_of_the_program_is_no_reason_to_refuse() -> None:
     args = arguments()
     accelerate.Accelerator()
     trainer = hf_trainer.Trainer(model=gpt2(), args=args, train_dataset=token_samples(4))

@@ -70,7 +70,7 @@ def _step(layers: int) -> None:
 @isolated
 def test_a_long_compile_draws_a_line_and_clears_it() -> None:
     with pytest.MonkeyPatch.context() as patch, xla_adapters.eager():
-        patch.setattr(compile_progress, "_PATIENCE", 0.001)
+        patch.setattr(compile_progress, "_APPEARS_AFTER", 0.001)
         patch.setattr(compile_progress, "_INTERVAL", 0.001)
         lines: list[str] = []
         # Several updates: the compiler lets other threads run. It may be done before they do, or they be kept waiting.
@@ -96,7 +96,7 @@ def _is_drawing() -> bool:
 
 
 def test_only_an_unknown_call_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_progress, "_PATIENCE", 0.0)
+    monkeypatch.setattr(compile_progress, "_APPEARS_AFTER", 0.0)
     with _stderr_on_a_terminal(monkeypatch) as terminal:
         with compile_progress.compile_progress("train", GraphHistory(), _call()):
             assert _is_drawing()
@@ -108,7 +108,7 @@ def test_only_an_unknown_call_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fast_compile_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_progress, "_PATIENCE", 600.0)
+    monkeypatch.setattr(compile_progress, "_APPEARS_AFTER", 600.0)
     with _stderr_on_a_terminal(monkeypatch) as terminal:
         with compile_progress.compile_progress("train", GraphHistory(), _call()):
             pass
@@ -116,7 +116,7 @@ def test_a_fast_compile_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_drawn_into_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_progress, "_PATIENCE", 0.0)
+    monkeypatch.setattr(compile_progress, "_APPEARS_AFTER", 0.0)
     stream = io.StringIO()
     with compile_progress.compile_progress("train", GraphHistory(), _call(), stream):
         assert not _is_drawing()
@@ -124,7 +124,7 @@ def test_nothing_is_drawn_into_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_clears_the_line_and_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_progress, "_PATIENCE", 0.0)
+    monkeypatch.setattr(compile_progress, "_APPEARS_AFTER", 0.0)
     with _stderr_on_a_terminal(monkeypatch) as terminal:
         with pytest.raises(KeyError), compile_progress.compile_progress("train", GraphHistory(), _call()):
             terminal.wait_until_drawn()

@@ -82,11 +82,11 @@ def test_as_on_the_cpu(kind: str) -> None:
     assert counts.executions == 6
     warned = [warning for warning in said if issubclass(warning.category, DenseGradientWarning)]
     assert len(warned) == ("sparse" in kind)
-    obstacle = _KINDS[kind][2]
-    if obstacle is None:
+    expected = _KINDS[kind][2]
+    if expected is None:
         assert step.replays == 4, step.reasons
     else:
-        assert any(obstacle in reason for reason in step.reasons)
+        assert any(expected in reason for reason in step.reasons)
 
 
 def test_a_failed_step_does_not_shorten_rows() -> None:

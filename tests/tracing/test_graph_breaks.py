@@ -130,7 +130,7 @@ def fails_rightly(error: GraphBreakError, action: Action, expected: type[GraphBr
     if f"{__file__}:{error.lineno}" not in message:
         return f"does not show its line: {message}"
     return (
-        "" if all(part in message for part in ("cost: ", "ways out: (1) ", "; (2) ")) else f"says too little: {message}"
+        "" if all(part in message for part in ("cost: ", "remedies: (1) ", "; (2) ")) else f"says too little: {message}"
     )
 
 

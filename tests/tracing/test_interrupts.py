@@ -25,7 +25,7 @@ from xla_adapters.tracing.discarding import Discarding
 
 pytestmark = pytest.mark.isolated
 
-Slot = tuple[str, int, str]
+Place = tuple[str, int, str]
 
 _CORE = str(Path(inspect.getfile(xla_adapters)).parent)
 # What a step enters and leaves while its body runs, and what enters and leaves it.
@@ -43,8 +43,8 @@ _EDGES = (
 class Tracer:
     """Notes the places that are passed, or interrupts at one of them, once."""
 
-    def __init__(self, target: Slot | None = None) -> None:
-        self.places: set[Slot] = set()
+    def __init__(self, target: Place | None = None) -> None:
+        self.places: set[Place] = set()
         self.target = target
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> Tracer:
@@ -73,7 +73,7 @@ class Other(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def passed(run: Callable[[], object]) -> list[Slot]:
+def passed(run: Callable[[], object]) -> list[Place]:
     """The places of a run, in an order that does not depend on where packages are installed."""
     tracer = Tracer()
     with tracer.tracing():
@@ -95,7 +95,7 @@ def switches() -> dict[str, Any]:
     }
 
 
-def check(run: Callable[[], object], loop: Loop, places: list[Slot], around: Any = None) -> int:
+def check(run: Callable[[], object], loop: Loop, places: list[Place], around: Any = None) -> int:
     """Interrupts a run at each place, in a context; returns how often that discarded it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     discarded = interrupted = 0

@@ -1,4 +1,4 @@
-"""Reads of a known library inside a step: answered from the batch, deferred, or a split that is told once."""
+"""Reads of a known library inside a step: computed from the batch, deferred, or a split that is told once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.runtime.transfers import note_upload
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, make_plain
 from xla_adapters.tracing.discarding import Discarding
-from xla_adapters.tracing.library_reads import LibraryReads, answering
+from xla_adapters.tracing.library_reads import LibraryReads, allowing_reads
 
 pytestmark = pytest.mark.isolated
 
@@ -148,7 +148,7 @@ def test_numbers_that_are_logged_are_known_after_the_step(tmp_path: Path) -> Non
     loop = _loop()
     metrics: list[Any] = []
     losses = []
-    with answering(reads), xla_adapters.count() as counts:
+    with allowing_reads(reads), xla_adapters.count() as counts:
         for _ in range(4):
             with xla_adapters.step():
                 loss = loop.body()
@@ -167,7 +167,7 @@ def test_numbers_that_are_logged_are_known_after_the_step(tmp_path: Path) -> Non
 def test_a_deferred_number_behaves_as_the_number(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     metrics: list[Any] = []
-    with answering(reads), xla_adapters.step():
+    with allowing_reads(reads), xla_adapters.step():
         library.log(metrics, torch.full((), 2.5, device=DEVICE) * 3)
         changed = library.log_and_change(metrics, torch.full((), 1.5, device=DEVICE))
     number, half, before = metrics
@@ -211,7 +211,7 @@ def test_what_the_batch_determines_is_known_on_the_host(tmp_path: Path) -> None:
     ]
     found, losses = [], []
     total = 0
-    with answering(reads), xla_adapters.count() as counts:
+    with allowing_reads(reads), xla_adapters.count() as counts:
         for batch in batches:
             with xla_adapters.step():
                 labels = batch.to(DEVICE)
@@ -232,7 +232,7 @@ def test_layers_look_at_integers_of_the_batch_and_at_nothing_else(tmp_path: Path
     reads = LibraryReads([], layers=[str(tmp_path / "library")])
     loop = _loop()
     edges = _labels([0, 1, 1, 2], [1, 1, 2, 0])
-    with answering(reads), xla_adapters.count() as counts:
+    with allowing_reads(reads), xla_adapters.count() as counts:
         with xla_adapters.step():
             loss = loop.body()
             found = library.without_loops(edges.to(DEVICE))
@@ -242,7 +242,7 @@ def test_layers_look_at_integers_of_the_batch_and_at_nothing_else(tmp_path: Path
     assert chosen.item() == pytest.approx(4 * loss.item())
     # What is no integer of the batch is read as by other code.
     for read in (library.decide, lambda loss: library.log([], loss)):
-        with answering(reads), pytest.raises(TensorReadError, match="item"), xla_adapters.step():
+        with allowing_reads(reads), pytest.raises(TensorReadError, match="item"), xla_adapters.step():
             read(loop.body())
 
 
@@ -254,7 +254,7 @@ def test_what_layers_read_is_read_in_replays(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2, 3).to(DEVICE))
     batches = [_labels([1, -100], [-100, 2]), _labels([1, 2], [3, 4]), _labels([-100, 1], [2, -100]), _labels([1, 90])]
     replayed, compiles = [], []
-    with answering(LibraryReads([], layers=[str(tmp_path / "library")])):
+    with allowing_reads(LibraryReads([], layers=[str(tmp_path / "library")])):
         for step in range(15):
             labels = (batches[step % 3] + 0).to(DEVICE)
             note_upload(batches[step % 3], labels)
@@ -278,7 +278,7 @@ def test_what_layers_read_is_read_in_replays(tmp_path: Path) -> None:
     labels = bad.to(DEVICE)
     note_upload(bad, labels)
     with (
-        answering(LibraryReads([], layers=[str(tmp_path / "library")])),
+        allowing_reads(LibraryReads([], layers=[str(tmp_path / "library")])),
         pytest.raises(ValueError, match="out of range"),
         Discarding(program),
     ):
@@ -290,10 +290,10 @@ def test_what_layers_read_is_read_in_replays(tmp_path: Path) -> None:
 def test_a_mask_of_another_shape_is_refused(tmp_path: Path) -> None:
     library, _ = _library(tmp_path)
     values, labels = torch.ones(2, 2, 3).to(DEVICE), _labels([1, 2], [3, 4])
-    with answering(LibraryReads([], layers=[str(tmp_path / "library")])), xla_adapters.step():
+    with allowing_reads(LibraryReads([], layers=[str(tmp_path / "library")])), xla_adapters.step():
         assert library.beside(values[:, :1], labels.to(DEVICE)).shape == (2, 3)
     with (
-        answering(LibraryReads([], layers=[str(tmp_path / "library")])),
+        allowing_reads(LibraryReads([], layers=[str(tmp_path / "library")])),
         pytest.raises((IndexError, GraphBreakError)),
         xla_adapters.step(),
     ):
@@ -302,12 +302,12 @@ def test_a_mask_of_another_shape_is_refused(tmp_path: Path) -> None:
 
 def test_a_changed_batch_is_not_taken_for_the_hosts_copy(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
-    with answering(reads), xla_adapters.count() as counts, xla_adapters.step():
-        answer = library.after_a_write(_labels([1, -100]).to(DEVICE))
-    assert answer is False
+    with allowing_reads(reads), xla_adapters.count() as counts, xla_adapters.step():
+        found = library.after_a_write(_labels([1, -100]).to(DEVICE))
+    assert found is False
     assert counts.transfers_to_host == 0
     # The host's own batch may be written over once it is uploaded.
-    with answering(reads), xla_adapters.step():
+    with allowing_reads(reads), xla_adapters.step():
         batch = _labels([1, 2])
         labels = batch.to(DEVICE)
         batch.fill_(-100)
@@ -318,7 +318,7 @@ def test_a_changed_batch_is_not_taken_for_the_hosts_copy(tmp_path: Path) -> None
 def test_a_decision_splits_the_step_and_is_told_once(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     loop = _loop()
-    with answering(reads), warnings.catch_warnings(record=True) as told, xla_adapters.count() as counts:
+    with allowing_reads(reads), warnings.catch_warnings(record=True) as told, xla_adapters.count() as counts:
         warnings.simplefilter("always")
         for _ in range(2):
             with xla_adapters.step():
@@ -340,7 +340,7 @@ def test_selections_by_mask_are_summed_without_a_shape_that_depends_on_values(tm
     on_host = values.clone().requires_grad_()
     expected = library.selected(on_host, batch)
     (expected[0] + expected[1]).backward()
-    with answering(reads), xla_adapters.count() as counts:
+    with allowing_reads(reads), xla_adapters.count() as counts:
         with xla_adapters.step():
             leaf = values.to(DEVICE).requires_grad_()
             found = library.selected(leaf, batch.to(DEVICE))
@@ -355,7 +355,7 @@ def test_selections_by_mask_are_summed_without_a_shape_that_depends_on_values(tm
 def test_other_code_reads_as_before(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     loop = _loop()
-    with answering(reads):
+    with allowing_reads(reads):
         with pytest.raises(TensorReadError), xla_adapters.step():
             loop.forward().item()
         with pytest.raises(TensorReadError), xla_adapters.step():
@@ -372,7 +372,7 @@ def test_numbers_of_a_discarded_step_have_no_value(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     loop = _loop()
     metrics: list[Any] = []
-    with answering(reads), pytest.raises(KeyError), xla_adapters.step():
+    with allowing_reads(reads), pytest.raises(KeyError), xla_adapters.step():
         library.log(metrics, loop.body())
         raise KeyError
     for use in (float, repr, lambda number: number + 1, lambda number: number > 0, json.dumps):
@@ -385,7 +385,7 @@ def test_numbers_of_a_discarded_step_have_no_value(tmp_path: Path) -> None:
 def test_a_running_total_may_be_long(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     metrics: list[Any] = []
-    with answering(reads), xla_adapters.step():
+    with allowing_reads(reads), xla_adapters.step():
         library.total(metrics, torch.full((), 0.5, device=DEVICE) * 2, 3000)
     assert metrics[0] == 3000
 
@@ -394,7 +394,7 @@ def test_what_the_host_may_not_know_is_read_from_the_device(tmp_path: Path) -> N
     """A write through `.data`, and where the largest of equal values stands."""
     library, reads = _library(tmp_path)
     on_host = _labels([1, 5, 5], [2, 3, 1])
-    with answering(reads):
+    with allowing_reads(reads):
         for function in (library.after_a_hidden_write, library.where_the_largest_is):
             labels = on_host.to(DEVICE)
             note_upload(on_host, labels)
@@ -410,7 +410,7 @@ def test_a_selection_by_computed_values_splits_the_step(tmp_path: Path) -> None:
     values = torch.tensor([1.0, -2.0, 3.0, 0.5])
     expected = library.above(values, 0.75)
     on_device = values.to(DEVICE)
-    with answering(reads), pytest.warns(GraphBreakWarning, match="in above"), xla_adapters.step():
+    with allowing_reads(reads), pytest.warns(GraphBreakWarning, match="in above"), xla_adapters.step():
         found = library.above(on_device * 1, 0.75)
     assert float(found) == float(expected)
 
@@ -420,10 +420,10 @@ def test_a_sync_of_a_library_is_left_out(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     loop = _loop()
     metrics: list[Any] = []
-    with answering(reads), xla_adapters.count() as counts, xla_adapters.step():
+    with allowing_reads(reads), xla_adapters.count() as counts, xla_adapters.step():
         library.sync_and_log(metrics, loop.body(), torch_xla.sync)
     assert counts.executions == 1
-    with answering(reads), pytest.raises(DeviceSyncError), xla_adapters.step():
+    with allowing_reads(reads), pytest.raises(DeviceSyncError), xla_adapters.step():
         loop.body()
         torch_xla.sync()
     assert float(metrics[0]) > 0
@@ -433,7 +433,7 @@ def test_numbers_are_made_plain_once_they_are_known(tmp_path: Path) -> None:
     library, reads = _library(tmp_path)
     loop = _loop()
     metrics: list[Any] = []
-    with answering(reads), xla_adapters.step():
+    with allowing_reads(reads), xla_adapters.step():
         library.log(metrics, loop.body())
         kept = {"train": {"loss": metrics, "other": ["text", 1]}}
         assert make_plain(kept) is kept
@@ -461,7 +461,7 @@ def test_replays_read_of_their_own_batch(tmp_path: Path, keeps: bool) -> None:
         _labels([-100, 1], [-100, 2]),
     ]
     replayed = []
-    with answering(reads):
+    with allowing_reads(reads):
         for step in range(4 * len(batches)):
             on_host = batches[step % len(batches)] + 0
             labels = on_host.to(DEVICE)

@@ -47,7 +47,7 @@ def test_nested_steps_are_one_graph() -> None:
 
 def test_inner_error_caught_by_the_user_rolls_back_the_inner_step_alone() -> None:
     with xla_adapters.eager():
-        loop, twin = Loop(), Loop()
+        loop, trained = Loop(), Loop()
         counter, made_outside = fresh(), fresh()
         with xla_adapters.count() as counters, xla_adapters.step(seed=xla_adapters.StepSeed(seed=0, step=0)):
             loss = loop.forward()
@@ -67,9 +67,9 @@ def test_inner_error_caught_by_the_user_rolls_back_the_inner_step_alone() -> Non
         assert made_outside.tolist() == [1, 1]
         # The forward of the outer step is done (it moved the running statistics); nothing of the inner one is.
         with xla_adapters.step(seed=xla_adapters.StepSeed(seed=0, step=0)):
-            expected = twin.forward()
+            expected = trained.forward()
         assert expected.item() == pytest.approx(loss.item(), abs=1e-6)
-        left, right = (state_of(one.model, one.optimizer) for one in (loop, twin))
+        left, right = (state_of(one.model, one.optimizer) for one in (loop, trained))
         assert not [name for name in differences(left, right) if "seed" not in name]
 
 

@@ -14,7 +14,7 @@ from tests.device import DEVICE, ON_TORCH_TPU
 from xla_adapters import FailedCheckError, GraphBreakError, TensorReadError
 from xla_adapters.runtime.transfers import name_tensors, note_upload
 from xla_adapters.tracing import library_reads
-from xla_adapters.tracing.library_reads import LibraryReads, answering
+from xla_adapters.tracing.library_reads import LibraryReads, allowing_reads
 
 pytestmark = [
     pytest.mark.isolated,
@@ -129,7 +129,7 @@ def test_what_a_function_makes_of_the_batch_is_no_part_of_the_graph(library: Any
     library.positions = library_reads._on_host(library.positions)
     values = torch.arange(12.0)
     found = []
-    with answering(reads), xla_adapters.count() as counts:
+    with allowing_reads(reads), xla_adapters.count() as counts:
         for grid in ([[2, 3], [1, 4]], [[1, 4], [2, 3]], [[5, 2], [0, 9]]):
             on_device, on_host = values.to(DEVICE), torch.tensor(grid)
             labels = _uploaded(on_host)
@@ -140,7 +140,7 @@ def test_what_a_function_makes_of_the_batch_is_no_part_of_the_graph(library: Any
         assert torch.equal(result, expected)
     assert (counts.compiles, counts.executions) == (1, 3)
     # What is not known on the host is computed as it is: here, by a read.
-    with answering(reads), pytest.raises(TensorReadError), xla_adapters.step():
+    with allowing_reads(reads), pytest.raises(TensorReadError), xla_adapters.step():
         library.of_positions(values.to(DEVICE), torch.tensor([[2, 3]]).to(DEVICE) * values.to(DEVICE)[:2].long())
 
 
@@ -148,7 +148,7 @@ def test_a_mask_of_floats_of_the_batch_is_known(library: Any, reads: LibraryRead
     """The values are fetched once; of later batches the host keeps them."""
     generator = torch.Generator().manual_seed(0)
     transfers = []
-    with answering(reads):
+    with allowing_reads(reads):
         for empty in (((0, 1), (1, 2)), ((1, 0), (0, 0)), ((0,), (1,))):
             pictures = torch.randn(2, 3, 4, generator=generator)
             for place in empty:
@@ -162,7 +162,7 @@ def test_a_mask_of_floats_of_the_batch_is_known(library: Any, reads: LibraryRead
     assert transfers == [(1, 1), (1, 0), (1, 0)]
     # The same batch again, in whose first step nobody asks for its values.
     on_device = _uploaded(pictures)
-    with answering(reads):
+    with allowing_reads(reads):
         with xla_adapters.step():
             looked_at = on_device.view(-1, 4) == 0.0
         with xla_adapters.step():
@@ -174,17 +174,17 @@ def test_a_mask_of_floats_of_the_batch_is_known(library: Any, reads: LibraryRead
 
 def test_what_is_no_batch_is_not_fetched(library: Any, reads: LibraryReads) -> None:
     values = torch.ones(2, 3, 4).to(DEVICE)
-    with answering(reads), pytest.raises(GraphBreakError), xla_adapters.step():
+    with allowing_reads(reads), pytest.raises(GraphBreakError), xla_adapters.step():
         library.real(values)
-    with answering(reads), pytest.raises(GraphBreakError), xla_adapters.step():
+    with allowing_reads(reads), pytest.raises(GraphBreakError), xla_adapters.step():
         library.real(_uploaded(torch.ones(2, 3, 4)) * values)
-    with answering(reads), pytest.raises(GraphBreakError), xla_adapters.step():
+    with allowing_reads(reads), pytest.raises(GraphBreakError), xla_adapters.step():
         library.real_after_a_write(_uploaded(torch.zeros(3, 2)))
 
 
 def test_numbers_that_the_code_makes_are_known(library: Any, reads: LibraryReads) -> None:
     values, labels = torch.arange(6.0), torch.tensor([1, 2])
-    with answering(reads), xla_adapters.count() as counts, xla_adapters.step():
+    with allowing_reads(reads), xla_adapters.count() as counts, xla_adapters.step():
         total = library.counted(values.to(DEVICE), 10)
         some = library.ranged(values.to(DEVICE), _uploaded(labels))
     assert (counts.executions, counts.transfers_to_host) == (1, 0)
@@ -195,13 +195,13 @@ def test_numbers_that_the_code_makes_are_known(library: Any, reads: LibraryReads
 def test_a_check_is_compared_when_values_come_to_the_host(library: Any, reads: LibraryReads, name: str) -> None:
     check = getattr(library, name)
     bad = float("nan") if name == "no_nan" else -1.0
-    with answering(reads), xla_adapters.count() as counts, xla_adapters.step():
+    with allowing_reads(reads), xla_adapters.count() as counts, xla_adapters.step():
         result = check(torch.tensor([1.0, 2.0]).to(DEVICE) * 1)
     assert result.tolist() == [2.0, 4.0]
     assert counts.executions == 1
     with pytest.raises((ValueError, AssertionError, RuntimeError)):
         check(torch.tensor([1.0, bad]))
-    with answering(reads), xla_adapters.step():
+    with allowing_reads(reads), xla_adapters.step():
         result = check(torch.tensor([1.0, bad]).to(DEVICE) * 1)
     with pytest.raises(FailedCheckError, match=rf"layers\.py:\d+ in {name}"):
         xla_adapters.get_runtime().transfers.to_host([result])
@@ -209,12 +209,12 @@ def test_a_check_is_compared_when_values_come_to_the_host(library: Any, reads: L
 
 @pytest.mark.parametrize("name", ["compared", "with_another_way", "both", "otherwise_clamped"])
 def test_what_decides_something_else_is_no_check(library: Any, reads: LibraryReads, name: str) -> None:
-    with answering(reads), pytest.raises(TensorReadError), xla_adapters.step():
+    with allowing_reads(reads), pytest.raises(TensorReadError), xla_adapters.step():
         getattr(library, name)(torch.tensor([1.0, 2.0]).to(DEVICE) * 1)
 
 
 def test_a_message_needs_no_value(library: Any, reads: LibraryReads) -> None:
-    with answering(reads), xla_adapters.count() as counts, xla_adapters.step():
+    with allowing_reads(reads), xla_adapters.count() as counts, xla_adapters.step():
         result = library.told(torch.tensor([1.0, 2.0]).to(DEVICE) * 1)
     assert (result.tolist(), counts.executions) == ([1.0, 2.0], 1)
 
@@ -226,7 +226,7 @@ def test_a_clamp_to_finite_numbers_is_always_computed(library: Any, reads: Libra
         on_host = torch.tensor(values, dtype=dtype, requires_grad=True)
         expected = library.clamped(on_host * 1)
         expected.sum().backward()
-        with answering(reads), xla_adapters.count() as counts, xla_adapters.step():
+        with allowing_reads(reads), xla_adapters.count() as counts, xla_adapters.step():
             leaf = torch.tensor(values, dtype=dtype).to(DEVICE).requires_grad_()
             found = library.clamped(leaf * 1)
             found.sum().backward()
@@ -235,6 +235,6 @@ def test_a_clamp_to_finite_numbers_is_always_computed(library: Any, reads: Libra
         assert leaf.grad is not None
         assert on_host.grad is not None
         assert torch.equal(leaf.grad.cpu(), on_host.grad)
-    with answering(reads), pytest.raises(TensorReadError), xla_adapters.step():
+    with allowing_reads(reads), pytest.raises(TensorReadError), xla_adapters.step():
         # Of half precision a number may be finite and outside of the range.
         library.clamped(torch.ones(2, dtype=torch.float16).to(DEVICE) * 1)

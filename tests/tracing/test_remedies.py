@@ -128,7 +128,7 @@ ELSEWHERE = {"multinomial", "to", "torchvision::nms", remedies.SEARCH_FOR_NAN, r
 
 
 def test_each_entry_is_tried_here() -> None:
-    entries = remedies._WAYS_OUT
+    entries = remedies._REMEDIES
     assert entries.keys() == PAIRS.keys() | ALSO.keys() | ELSEWHERE
     for name, other in ALSO.items():
         assert entries[name] == entries[other]
@@ -163,9 +163,9 @@ def test_alternatives_are_equal_and_in_one_graph(part: int) -> None:
                 expected, gradient = _result_and_gradient(refused, values.clone())
                 with pytest.raises(xla_adapters.GraphBreakError) as raised, xla_adapters.step():
                     _result_and_gradient(refused, on_device)
-                text = remedies._WAYS_OUT[name]
-                if f"ways out: (1) {text}; (2) " not in str(raised.value):
-                    wrong[name] = f"another way out is offered: {raised.value}"
+                text = remedies._REMEDIES[name]
+                if f"remedies: (1) {text}; (2) " not in str(raised.value):
+                    wrong[name] = f"another remedy is offered: {raised.value}"
                 with xla_adapters.count() as counters, xla_adapters.step():
                     found, its_gradient = _result_and_gradient(alternative, on_device)
                 if (counters.executions, counters.eager_ops) != (1, 0):
@@ -183,7 +183,7 @@ def test_draws_without_replacement() -> None:
     with xla_adapters.eager():
         asked = torch.tensor([0.1, 0.2, 0.3, 0.4])
         probabilities = asked.expand(4000, 4).to(DEVICE)
-        with pytest.raises(xla_adapters.HostOperatorError, match=r"ways out: \(1\) draw without"), xla_adapters.step():
+        with pytest.raises(xla_adapters.HostOperatorError, match=r"remedies: \(1\) draw without"), xla_adapters.step():
             torch.multinomial(probabilities * 1, 2)
         with xla_adapters.count() as counters, xla_adapters.step():
             noise = torch.rand_like(probabilities).log().neg().log()

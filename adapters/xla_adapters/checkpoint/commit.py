@@ -151,17 +151,17 @@ class RenameCommit:
 
     def discard(self, draft: Draft) -> None:
         """See `Commit`."""
-        self._settle(str(draft.path.parent))
+        self._finish_pending(str(draft.path.parent))
 
     def recover(self) -> None:
         """See `Commit`."""
         for entry in self._storage.entries(self._root):
             if entry.name.startswith(TEMPORARY):
-                self._settle(join(self._root, entry.name))
+                self._finish_pending(join(self._root, entry.name))
             elif entry.name.startswith(TRASH):
                 remove_tree(self._storage, join(self._root, entry.name), first=MANIFEST)
 
-    def _settle(self, parent: str) -> None:
+    def _finish_pending(self, parent: str) -> None:
         """Moves valid checkpoints whose name is missing out of a temporary folder, and deletes the folder."""
         storage = self._storage
         for folder in (parent, join(parent, _REPLACED)):

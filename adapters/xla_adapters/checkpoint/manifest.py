@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from os import cpu_count
 from typing import Any
 
-from xla_adapters.checkpoint.storage import Entry, LocalStorage, Storage, join, walk
+from xla_adapters.checkpoint.storage import LocalStorage, Storage, StoredEntry, join, walk
 from xla_adapters.errors import CheckpointDamagedError, CheckpointWarning, CheckpointWriteError
 
 MANIFEST = "xla_adapters.manifest.json"
@@ -346,7 +346,7 @@ def find(storage: Storage, root: str, prefix: str) -> list[Found]:
     return sorted(found, key=_age)
 
 
-def look_at(storage: Storage, root: str, path: str, entry: Entry) -> Found:
+def look_at(storage: Storage, root: str, path: str, entry: StoredEntry) -> Found:
     """Reads the manifest of what is at a path; files are not read."""
     number = re.search(r"(\d+)(\.r\d+)?$", entry.name.removesuffix(_ONE_FILE))
     step, is_sealed = int(number[1]) if number else None, True

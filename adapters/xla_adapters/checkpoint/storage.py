@@ -35,7 +35,7 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class StoredEntry:
     """A file, folder or link in a folder.
 
     Attributes:
@@ -103,10 +103,10 @@ class Storage(Protocol):
     def remove_folder(self, path: str) -> None:
         """Deletes an empty folder."""
 
-    def entries(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[StoredEntry]:
         """The entries of a folder, sorted by name; empty if the folder does not exist."""
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> StoredEntry | None:
         """The entry at a path; `None` if it does not exist."""
 
     def read(self, path: str, start: int = 0) -> bytes:
@@ -182,7 +182,7 @@ class LocalStorage:
         """See `Storage`."""
         os.rmdir(path)
 
-    def entries(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[StoredEntry]:
         """See `Storage`."""
         try:
             with os.scandir(path) as found:
@@ -191,7 +191,7 @@ class LocalStorage:
             return []
         return sorted(entries, key=lambda entry: entry.name)
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> StoredEntry | None:
         """See `Storage`."""
         try:
             found = os.lstat(path)
@@ -269,9 +269,9 @@ def _remove_if_there(path: str) -> None:
         os.unlink(path)
 
 
-def _local_entry(name: str, found: os.stat_result) -> Entry:
+def _local_entry(name: str, found: os.stat_result) -> StoredEntry:
     folder, link = stat.S_ISDIR(found.st_mode), stat.S_ISLNK(found.st_mode)
-    return Entry(name=name, is_folder=folder, is_link=link, size=0 if folder else found.st_size)
+    return StoredEntry(name=name, is_folder=folder, is_link=link, size=0 if folder else found.st_size)
 
 
 def join(*parts: str) -> str:
@@ -279,7 +279,7 @@ def join(*parts: str) -> str:
     return "/".join(part.rstrip("/") for part in parts[:-1]) + "/" + parts[-1]
 
 
-def walk(storage: Storage, folder: str, below: str = "") -> Iterator[tuple[str, Entry]]:
+def walk(storage: Storage, folder: str, below: str = "") -> Iterator[tuple[str, StoredEntry]]:
     """All entries below a folder with their relative paths; the content of a folder comes before the folder."""
     for entry in storage.entries(folder):
         relative = below + entry.name
@@ -362,7 +362,7 @@ class ObjectStorage:
         if self._files.isdir(path):
             self._files.rmdir(path)
 
-    def entries(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[StoredEntry]:
         """See `Storage`."""
         self._files.invalidate_cache()
         try:
@@ -373,7 +373,7 @@ class ObjectStorage:
         inside = [item for item in found if item["name"].rstrip("/") != path.strip("/") and item["name"] != path]
         return sorted((_object_entry(item) for item in inside), key=lambda entry: entry.name)
 
-    def entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> StoredEntry | None:
         """See `Storage`."""
         self._files.invalidate_cache()
         try:
@@ -408,10 +408,10 @@ class ObjectStorage:
         yield
 
 
-def _object_entry(item: dict[str, Any]) -> Entry:
+def _object_entry(item: dict[str, Any]) -> StoredEntry:
     folder = item["type"] == "directory"
     name = item["name"].rstrip("/").rsplit("/", 1)[-1]
-    return Entry(name=name, is_folder=folder, is_link=False, size=0 if folder else int(item["size"]))
+    return StoredEntry(name=name, is_folder=folder, is_link=False, size=0 if folder else int(item["size"]))
 
 
 def storage_of(root: str | os.PathLike[str]) -> tuple[Storage, str]:

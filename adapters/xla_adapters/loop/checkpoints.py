@@ -68,20 +68,22 @@ class ScheduledSaves:
         # A rank that no signal has reached does not know how much time is left.
         return all(self._ranks.gather(can_save or not self._preemption.requested))
 
-    def save_before_end(self, step: int, save: Callable[[], object] | None, settle: Callable[[], object]) -> None:
+    def save_before_end(
+        self, step: int, save: Callable[[], object] | None, finish_pending: Callable[[], object]
+    ) -> None:
         """Saves for the last time.
 
         Args:
             step: the last one.
             save: saves; None if there is nothing new to save.
-            settle: waits for a save in the background.
+            finish_pending: waits for a save in the background.
         """
         if save is not None:
             if self.can_still_save(step):
                 save()
             else:
                 _log.warning("the time to save has passed: the training ends after step %d unsaved", step)
-        settle()
+        finish_pending()
         _log.warning("the training ends after step %d, as a signal asked", step)
 
 

@@ -94,7 +94,7 @@ def batch_of(batch: Any) -> tuple[list[torch.Tensor], tuple[Hashable, ...]]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], (str(spec), shapes)
 
 
-def optimizer_obstacle(optimizer: Any) -> str | None:
+def optimizer_reason(optimizer: Any) -> str | None:
     """Python code in an update besides the `step` of the optimizer's class, which a replay would leave out."""
     for hook in (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()):
         # While a step is open, the core has hooks of its own there.

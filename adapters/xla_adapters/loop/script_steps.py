@@ -18,7 +18,7 @@ from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.discarding import Discarding
-from xla_adapters.tracing.library_reads import answering, reads_of_packages
+from xla_adapters.tracing.library_reads import allowing_reads, reads_of_packages
 from xla_adapters.utils.location import current_location, stack_frames, warn_at
 from xla_adapters.utils.torch_modes import use_no_grad_for_inference_mode
 
@@ -125,7 +125,7 @@ class ScriptSteps:
         program = self.train if trains else self.evaluation
         self._discarding = Discarding(program)
         gradients = "present" if trains and self._gradients_present() else "absent"
-        self._around.enter_context(answering(self._reads))
+        self._around.enter_context(allowing_reads(self._reads))
         program.open(
             inputs=batch,
             phase=(phase or "training") if trains else "evaluation",

@@ -20,7 +20,7 @@ from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.runtime import eager, get_runtime
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.discarding import Discarding
-from xla_adapters.tracing.undo_log import release_retired
+from xla_adapters.tracing.undo_log import free_replaced_values
 from xla_adapters.utils.location import Location
 from xla_adapters.utils.torch_modes import as_if_compiling
 
@@ -265,7 +265,7 @@ def around_run(config: XLAConfig) -> Iterator[None]:
             hide_own_frames(error)
             raise
         finally:
-            release_retired()
+            free_replaced_values()
 
 
 class StallWatch:

@@ -1,4 +1,4 @@
-"""`BoundState`: attributes of objects that a step sets, such as a metric's state or a counter."""
+"""`AttributesBefore`: attributes of objects that a step sets, such as a metric's state or a counter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Owner:
 
 
 @dataclass
-class HostChange:
+class AttributeChange:
     """A plain attribute (no tensor) that a call of a step changed.
 
     Attributes:
@@ -57,7 +57,7 @@ class HostChange:
     adds: bool | None = False
     stays: bool = False
 
-    def agree(self, other: HostChange) -> bool:
+    def agree(self, other: AttributeChange) -> bool:
         """Determines `adds` from the change of the call before; returns False if the two changes do not agree."""
         if self.owner is not other.owner or self.name != other.name or self.stays is not other.stays:
             return False
@@ -71,7 +71,7 @@ class HostChange:
         self.adds = None if sets and adds else adds
         return sets or adds
 
-    def obstacle(self) -> str | None:
+    def reason_to_trace(self) -> str | None:
         """Why the value after the next call cannot be known, in words; None if it can."""
         present = vars(self.owner).get(self.name, _ABSENT)
         fixed = self.stays or self.adds is None
@@ -85,7 +85,7 @@ class HostChange:
         own[self.name] = own[self.name] + (self.now - self.before) if self.adds else self.now
 
 
-class BoundState:
+class AttributesBefore:
     """The attributes of objects before a step.
 
     Args:
@@ -105,7 +105,7 @@ class BoundState:
                 if isinstance(value, torch.Tensor) and not owner.only_tensors:
                     yield owner.object, name, value
 
-    def changes(self, owners: Iterable[Owner]) -> tuple[list[tuple[Any, str]], list[HostChange]]:
+    def changes(self, owners: Iterable[Owner]) -> tuple[list[tuple[Any, str]], list[AttributeChange]]:
         """The attributes that the step has set.
 
         Args:
@@ -118,7 +118,7 @@ class BoundState:
             CannotReplay: an attribute changed in a way that a replay cannot repeat.
         """
         tensors: list[tuple[Any, str]] = []
-        plain: list[HostChange] = []
+        plain: list[AttributeChange] = []
         for owner in owners:
             known, before = self._before.get(id(owner.object), (None, {}))
             found, unchanged = len(tensors) + len(plain), {}
@@ -136,16 +136,16 @@ class BoundState:
                     # Its owner was made in the step; the next call has another signature.
                     continue
                 elif is_simple(value) and not isinstance(value, torch.Tensor):
-                    plain.append(HostChange(owner.object, name, old, value))
+                    plain.append(AttributeChange(owner.object, name, old, value))
                 else:
                     kind = type(value).__name__
                     raise CannotReplay(f"the step changes {type(owner.object).__name__}.{name}, a {kind}")
             if known is not None and len(tensors) + len(plain) > found:
                 for name, value in unchanged.items():
                     if name in owner.sets:
-                        plain.append(HostChange(owner.object, name, value, value))
+                        plain.append(AttributeChange(owner.object, name, value, value))
                     elif is_simple(value) and not isinstance(value, torch.Tensor):
-                        plain.append(HostChange(owner.object, name, value, value, stays=True))
+                        plain.append(AttributeChange(owner.object, name, value, value, stays=True))
         return tensors, plain
 
 

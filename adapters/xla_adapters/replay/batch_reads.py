@@ -10,7 +10,7 @@ import torch
 
 from xla_adapters.replay.tensor_places import CannotReplay, Computed
 from xla_adapters.runtime import Runtime
-from xla_adapters.tracing.allowed_reads import Answers
+from xla_adapters.tracing.allowed_reads import AllowedReads
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, DeferredNumbers, Expression
 from xla_adapters.tracing.host_values import HostValue, Known
 from xla_adapters.tracing.reads_on_host import compute
@@ -120,15 +120,15 @@ class ReadsOfReplay:
                 self._numbers.discard()
 
 
-def reads_of(answers: Answers | None, batch: Sequence[torch.Tensor]) -> BatchReads | None:
+def reads_of(allowed_reads: AllowedReads | None, batch: Sequence[torch.Tensor]) -> BatchReads | None:
     """What was read in a traced call; None if it has noted nothing.
 
     Raises:
         CannotReplay: a replay cannot read the same.
     """
-    if answers is None or answers.noted is None:
+    if allowed_reads is None or allowed_reads.noted is None:
         return None
-    noted = answers.noted
+    noted = allowed_reads.noted
     if not noted.is_repeatable:
         raise CannotReplay("what is read in the step cannot be read again in a replay")
     positions = {id(tensor): index for index, tensor in enumerate(batch)}
@@ -141,7 +141,7 @@ def reads_of(answers: Answers | None, batch: Sequence[torch.Tensor]) -> BatchRea
             sources.append((source, position))
         elif tensor is None:
             # It was made in the step, and is gone.
-            constants[source] = answers.copied(source)
+            constants[source] = allowed_reads.copied(source)
         else:
             raise CannotReplay("a value is read in the step that is not computed from its batch alone")
     return BatchReads(
@@ -150,7 +150,7 @@ def reads_of(answers: Answers | None, batch: Sequence[torch.Tensor]) -> BatchRea
         reads=noted.reads,
         decisions=noted.decisions,
         uploads=[(index, (tensor.shape, tensor.dtype)) for index, tensor in noted.uploads],
-        places=answers.deferred.places,
+        places=allowed_reads.deferred.places,
     )
 
 

@@ -1,4 +1,4 @@
-"""`CallSpec`: the description of one call of a step, for capturing and replaying it. `batch_obstacle`: of its batch."""
+"""`CallSpec`: the description of one call of a step, for capturing and replaying it. `batch_reason`: of its batch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class CallSpec:
         extras: further tensors that the step may update in place (a sum of losses, say), in the same order each time.
         modules: to guard in addition to those whose forward runs.
         set_modes: called before each replay to put modules into train or eval mode, as the step does.
-        patience: calls that may be traced while the values to compare wait for another transfer to the host.
-        obstacle: why the step cannot be replayed, None if it can; ignored under `step_replay=True`.
-        bound: returns the objects whose attributes the step may reassign (default: none).
+        deadline: after how many traced calls the values to compare get a transfer to the host of their own.
+        reason: why the step cannot be replayed, None if it can; ignored under `step_replay=True`.
+        attribute_owners: returns the objects whose attributes the step may reassign (default: none).
         watched: returns values, by name, that must be equal before and after the step (default: none).
         exempt: returns the names of a module's attributes that need no guard.
         constants: tensors that the step reads and never writes.
@@ -45,9 +45,9 @@ class CallSpec:
     extras: Sequence[torch.Tensor] = ()
     modules: Sequence[torch.nn.Module] = ()
     set_modes: Callable[[], object] | None = None
-    patience: int = 0
-    obstacle: str | None = None
-    bound: Callable[[], Sequence[Owner]] = tuple
+    deadline: int = 0
+    reason: str | None = None
+    attribute_owners: Callable[[], Sequence[Owner]] = tuple
     watched: Callable[[], Mapping[str, object]] = dict
     exempt: Callable[[torch.nn.Module], Collection[str]] = nothing_exempt
     constants: Sequence[torch.Tensor] = ()
@@ -58,18 +58,18 @@ class CallSpec:
     tensors: CallTensors = field(init=False)
 
     def owners(self) -> list[Owner]:
-        """The objects whose attributes the step may set: those of `bound`, and modules that may store a tensor."""
-        bound = self.bound()
-        known = {id(owner.object) for owner in bound}
+        """The objects whose attributes the step may set: `attribute_owners`, and modules that may store one."""
+        attribute_owners = self.attribute_owners()
+        known = {id(owner.object) for owner in attribute_owners}
         modules = {id(module): module for root in self.modules for module in root.modules()}
         stored = (Owner(module, only_tensors=True) for name, module in modules.items() if name not in known)
-        return [*bound, *stored]
+        return [*attribute_owners, *stored]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", CallTensors(self.batch, self.extras))
 
 
-def batch_obstacle(value: Any) -> str | None:
+def batch_reason(value: Any) -> str | None:
     """Why steps with such a batch are traced, in words; None if they can be replayed.
 
     A batch may consist of tensors, constants, Python's own containers, named tuples without methods, and the batch
@@ -95,7 +95,7 @@ def batch_obstacle(value: Any) -> str | None:
 
 
 def _first(values: Iterable[Any]) -> str | None:
-    return next((obstacle for value in values if (obstacle := batch_obstacle(value)) is not None), None)
+    return next((reason for value in values if (reason := batch_reason(value)) is not None), None)
 
 
 def _is_plain_named_tuple(kind: type) -> bool:

@@ -12,23 +12,23 @@ from torch.utils._pytree import tree_flatten
 
 from xla_adapters.replay.batch_reads import NUMBERS, BatchReads, reads_of
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.executable_scope import CachedScope
+from xla_adapters.replay.executable_scope import ExecutableScope
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
 from xla_adapters.replay.held_values import groups
-from xla_adapters.replay.inputs_and_outputs import GraphSlots, storage_of
-from xla_adapters.replay.number_inputs import Update
+from xla_adapters.replay.inputs_and_outputs import InputsAndOutputs, storage_of
+from xla_adapters.replay.number_inputs import HostUpdate
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
-from xla_adapters.replay.tensor_places import CannotReplay, Slot
-from xla_adapters.replay.traced_call import CachedCall, GradientChanges, GraphValues, HostEffects
+from xla_adapters.replay.tensor_places import CannotReplay, TensorPlace
+from xla_adapters.replay.traced_call import GradientChanges, GraphValues, HostEffects, TracedCall
 from xla_adapters.replay.verification import Verification
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.host_random import HostRandom
 
 
-class CaptureScope(CachedScope):
-    """A `CachedScope` that describes its call as a `CachedCall`.
+class CaptureScope(ExecutableScope):
+    """An `ExecutableScope` that describes its call as a `TracedCall`.
 
     A call that cannot be captured is executed by a sync, which needs less preparation, unless its executable exists
     already.
@@ -45,7 +45,7 @@ class CaptureScope(CachedScope):
         self,
         spec: CallSpec,
         known: set[bytes],
-        done: Callable[[CachedCall | CannotReplay, bool], None],
+        done: Callable[[TracedCall | CannotReplay, bool], None],
         verification: Verification | None = None,
         **options: Any,
     ) -> None:
@@ -55,9 +55,9 @@ class CaptureScope(CachedScope):
         self._verification = verification
         self._called: dict[int, torch.nn.Module] = {id(module): module for module in spec.modules}
         self._optimizers: list[OptimizerHostMath] = []
-        self._updates: list[Update] = []
-        self._obstacle: CannotReplay | None = None
-        self._given: list[tuple[Slot, int]] = []
+        self._updates: list[HostUpdate] = []
+        self._reason: CannotReplay | None = None
+        self._given: list[tuple[TensorPlace, int]] = []
         self._host_random: HostRandom | None = None
         self._before_update: set[int] = set()
         self._update_buffers: set[int] = set()
@@ -67,14 +67,14 @@ class CaptureScope(CachedScope):
         self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
         self._host_random = HostRandom.now()
         super()._start_tracing()
-        if self._breaks.answers is not None:
-            self._breaks.answers.note_reads(keeps_numbers=self._spec.keeps_numbers)
+        if self._breaks.allowed_reads is not None:
+            self._breaks.allowed_reads.note_reads(keeps_numbers=self._spec.keeps_numbers)
         # The results of a running execution (a batch changed on the device) get other handles when it ends.
         self._runtime.device.wait()
         tensors = self._spec.tensors
         for kind, group in (("batch", tensors.batch), ("extra", tensors.extras)):
             for index, handle in enumerate(self._runtime.lazy.handles(group)):
-                self._given.append((Slot(kind, name=index), handle))
+                self._given.append((TensorPlace(kind, name=index), handle))
         # Made here, so that the graph's input can be recognised by its buffer.
         self._seed_input = self._runtime.random.seed_input()
 
@@ -121,7 +121,7 @@ class CaptureScope(CachedScope):
             self._optimizers.append(math)
         except CannotReplay as error:
             # Another one, without a traceback: its frames would keep tensors alive.
-            self._obstacle = CannotReplay(str(error))
+            self._reason = CannotReplay(str(error))
             # The random numbers drawn above are drawn again by the step itself.
             random.restore()
         finally:
@@ -158,23 +158,26 @@ class CaptureScope(CachedScope):
                 StepScope._execute(self)
                 self._done(error, False)
                 return
-            found: CachedCall | CannotReplay
+            found: TracedCall | CannotReplay
             try:
                 self._check()
                 reads = self._reads()
                 found = self._captured(
-                    GraphSlots(self._runtime, self._undo_log, self._unmoved(), self._spec, self._bound, graph), reads
+                    InputsAndOutputs(
+                        self._runtime, self._undo_log, self._unmoved(), self._spec, self._attributes_before, graph
+                    ),
+                    reads,
                 )
             except CannotReplay as error:
                 found = CannotReplay(str(error))
             self._verify(found)
-            is_cached = isinstance(found, CachedCall) or graph.name in self._executables
+            is_cached = isinstance(found, TracedCall) or graph.name in self._executables
             if is_cached:
                 # Tracing has advanced the seed. The next step continues from the seed at the beginning of this one.
                 self._runtime.random.set_seed(self._stream)
                 name, results = graph.run(self._look_at(graph))
                 self._executables.add(name)
-                if isinstance(found, CachedCall):
+                if isinstance(found, TracedCall):
                     found.executable = name
                     found.flops = self._graph.flops if self._graph is not None else None
                     found.remember_outputs(results)
@@ -183,30 +186,30 @@ class CaptureScope(CachedScope):
             graph.forget()
         self._done(found, is_cached)
 
-    def _unmoved(self) -> dict[int, list[Slot]]:
-        """The slots of the batch and the extras that are still in the buffers they were in before the step, by handle.
+    def _unmoved(self) -> dict[int, list[TensorPlace]]:
+        """The places of the batch and the extras that are still in the buffers they were in before the step, by handle.
 
         A tensor may have moved to another buffer (when it was annotated, say), and then a number of the step may have
-        got the address of the former one.
+        got the address of the buffer it had.
         """
-        slots: dict[int, list[Slot]] = {}
-        for slot, before in self._given:
-            tensor = slot.get(self._spec.tensors)
+        places: dict[int, list[TensorPlace]] = {}
+        for place, before in self._given:
+            tensor = place.get(self._spec.tensors)
             if not self._runtime.tracing.is_pending(tensor) and self._runtime.lazy.handles([tensor]) == [before]:
-                slots.setdefault(before, []).append(slot)
-        return slots
+                places.setdefault(before, []).append(place)
+        return places
 
-    def _verify(self, found: CachedCall | CannotReplay) -> None:
+    def _verify(self, found: TracedCall | CannotReplay) -> None:
         if self._verification is not None:
             self._verification.before_execution(found, self._runtime, was_cut=self._breaks.flushed)
 
     def returned(self) -> dict[str, list[object]]:
         """The leaves of the values that the step returns, by name."""
-        return {name: tree_flatten(value)[0] for name, value in self._kept.items()}
+        return {name: tree_flatten(value)[0] for name, value in self._returned.items()}
 
     def _check(self) -> None:
-        if self._obstacle is not None:
-            raise self._obstacle
+        if self._reason is not None:
+            raise self._reason
         if self._breaks.found:
             raise CannotReplay("a value was read in the step")
         if self._host_random is None or not self._host_random.equals(HostRandom.now()):
@@ -217,47 +220,47 @@ class CaptureScope(CachedScope):
 
     def _reads(self) -> BatchReads | None:
         """What is read in the step. What it copies to the device for that counts as a part of the batch."""
-        answers, batch = self._breaks.answers, self._spec.batch
-        reads = reads_of(answers, batch)
-        if answers is not None and answers.noted is not None:
-            self._kept[NUMBERS] = answers.deferred.stacked
-            uploads = [tensor for _, tensor in answers.noted.uploads]
+        allowed_reads, batch = self._breaks.allowed_reads, self._spec.batch
+        reads = reads_of(allowed_reads, batch)
+        if allowed_reads is not None and allowed_reads.noted is not None:
+            self._returned[NUMBERS] = allowed_reads.deferred.stacked
+            uploads = [tensor for _, tensor in allowed_reads.noted.uploads]
             self._spec.tensors.batch = [*batch, *uploads]
             for index, handle in enumerate(self._runtime.lazy.handles(uploads), len(batch)):
-                self._given.append((Slot("batch", name=index), handle))
+                self._given.append((TensorPlace("batch", name=index), handle))
         return reads
 
-    def _captured(self, slots: GraphSlots, reads: BatchReads | None) -> CachedCall:
+    def _captured(self, places: InputsAndOutputs, reads: BatchReads | None) -> TracedCall:
         snapshot = ModuleSnapshot(
             self._called.values(),
-            rebound=slots.rebound_names,
+            reassigned=places.reassigned_names,
             exempt=self._spec.exempt,
             strict=self._spec.strict,
         )
         for math in self._optimizers:
-            slots.rebound_state(math)
-            slots.note(Slot("tensor", owner=tensor) for tensor in math.state_tensors())
+            places.reassigned_state(math)
+            places.note(TensorPlace("tensor", owner=tensor) for tensor in math.state_tensors())
         for tensor in loose_tensors(snapshot, self._spec, self._optimizers, self._undo_log):
             snapshot.add(tensor)
-        if snapshot.obstacle is not None:
-            raise CannotReplay(snapshot.obstacle)
-        slots.note(Slot("tensor", owner=tensor) for tensor in (*self._spec.constants, *snapshot.tensors))
-        kept = {name: slots.kept(value) for name, value in self._kept.items()}
+        if snapshot.reason is not None:
+            raise CannotReplay(snapshot.reason)
+        places.note(TensorPlace("tensor", owner=tensor) for tensor in (*self._spec.constants, *snapshot.tensors))
+        returned = {name: places.returned(value) for name, value in self._returned.items()}
         (seed,) = self._runtime.lazy.handles([self._seed_input])
         numbers = set(self._runtime.lazy.handles(self._list_updates.numbers))
-        sources, targets = slots.sources(seed, self._update_buffers, numbers), slots.targets(self._kept)
-        elsewhere = slots.elsewhere(sources, targets)
-        donated = list(slots.graph.donors)
-        values = GraphValues(sources=sources, targets=targets, donated=donated, elsewhere=elsewhere, kept=kept)
-        return CachedCall(
+        sources, targets = places.sources(seed, self._update_buffers, numbers), places.targets(self._returned)
+        elsewhere = places.elsewhere(sources, targets)
+        donated = list(places.graph.donors)
+        values = GraphValues(sources=sources, targets=targets, donated=donated, elsewhere=elsewhere, returned=returned)
+        return TracedCall(
             values=values,
-            gradients=GradientChanges(before=slots.grads, created=slots.created, dropped=slots.dropped),
-            host=HostEffects(optimizers=self._optimizers, attributes=slots.host_changes, rebound=slots.rebound),
+            gradients=GradientChanges(before=places.grads, created=places.created, dropped=places.dropped),
+            host=HostEffects(optimizers=self._optimizers, attributes=places.host_changes, reassigned=places.reassigned),
             snapshot=snapshot,
             updates=self._updates,
-            unrepeatable=slots.unrepeatable,
-            sharing=groups((*map(storage_of, values.state), *map(slots.storage_at, elsewhere)), {}),
-            graph=slots.graph.name,
+            unrepeatable=places.unrepeatable,
+            sharing=groups((*map(storage_of, values.state), *map(places.storage_at, elsewhere)), {}),
+            graph=places.graph.name,
             reads=reads,
         )
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from xla_adapters.config import XLAConfig
 from xla_adapters.errors import ConfigError
-from xla_adapters.replay.call_spec import CallSpec, batch_obstacle
+from xla_adapters.replay.call_spec import CallSpec, batch_reason
 from xla_adapters.replay.safety import MODULE_CALLS, Analysis, Batch, FrameworkModel, Unsafe, Value, nothing
 from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.replay.tracked_code import TrackedCode
@@ -123,7 +123,7 @@ class CompiledStep(Generic[_Result]):
                     batch=batch,
                     modules=[*self._modules, *code.modules],
                     constants=code.tensors,
-                    obstacle=code.obstacle or batch_obstacle((args, kwargs)),
+                    reason=code.reason or batch_reason((args, kwargs)),
                     change=code.change,
                     look_again=code.look_again,
                 ),

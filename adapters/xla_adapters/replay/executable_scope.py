@@ -1,4 +1,4 @@
-"""`CachedScope`: a traced call that runs the executable which replays of the step would run."""
+"""`ExecutableScope`: a traced call that runs the executable which replays of the step would run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from xla_adapters.replay.attribute_changes import BoundState
+from xla_adapters.replay.attribute_changes import AttributesBefore
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.pending_graph import PendingGraph, written_slots
+from xla_adapters.replay.pending_graph import PendingGraph, written_places
 from xla_adapters.replay.tensor_places import CannotReplay
 from xla_adapters.tracing.optimizers import needs_no_recording
 from xla_adapters.tracing.step_scope import StepScope
@@ -31,12 +31,12 @@ class SeparatingScope(StepScope):
     def __init__(self, spec: CallSpec, **options: Any) -> None:
         super().__init__(**options)
         self._spec = spec
-        self._kept: dict[str, Any] = {}
+        self._returned: dict[str, Any] = {}
         self._separates = False
 
     def keep(self, name: str, value: Any) -> None:
         """Notes a value that the step returns, under a name."""
-        self._kept[name] = value
+        self._returned[name] = value
 
     def update_begins(self, optimizer: Optimizer) -> None:
         """Lets the numbers of the update have inputs of their own, unless they have them in updates of lists."""
@@ -57,7 +57,7 @@ class SeparatingScope(StepScope):
                 self._runtime.lazy.separate_scalars()
 
 
-class CachedScope(SeparatingScope):
+class ExecutableScope(SeparatingScope):
     """A `SeparatingScope` that executes its graph by an executable that can be run again.
 
     A sync would compile the same graph a second time, because the runtime knows the two by different names. So a step
@@ -72,7 +72,7 @@ class CachedScope(SeparatingScope):
         self._runtime.device.initialize()
         # Also if nothing is pending: it detects tensors that share a buffer.
         self._runtime.tracing.flush()
-        self._bound = BoundState(self._spec.owners())
+        self._attributes_before = AttributesBefore(self._spec.owners())
         super()._start_tracing()
         self._stream = self._runtime.random.seed()
 
@@ -99,13 +99,15 @@ class CachedScope(SeparatingScope):
     def _pending(self, near: Iterator[torch.Tensor]) -> PendingGraph:
         if self._breaks.flushed:
             raise CannotReplay("a part of the step was executed before its end")
-        return PendingGraph(self._runtime, written_slots(self._undo_log, self._spec.tensors, self._bound), near)
+        return PendingGraph(
+            self._runtime, written_places(self._undo_log, self._spec.tensors, self._attributes_before), near
+        )
 
     def _near(self) -> Iterator[torch.Tensor]:
         """The tensors that a step's results are usually stored in."""
         yield from (entry.tensor for entry in self._undo_log.entries())
         yield from (leaf.grad for leaf, _ in self._undo_log.leaves() if leaf.grad is not None)
-        buffers = [module._buffers.get(name) for module, name, _ in self._undo_log.rebound_buffers()]
+        buffers = [module._buffers.get(name) for module, name, _ in self._undo_log.reassigned_buffers()]
         attributes = [owner.attributes() for owner in self._spec.owners()]
-        found = tree_leaves((self._kept, buffers, attributes))
+        found = tree_leaves((self._returned, buffers, attributes))
         yield from (leaf for leaf in found if isinstance(leaf, torch.Tensor))

@@ -27,7 +27,7 @@ class HeldValues:
     def __init__(self, tensors: Sequence[torch.Tensor], traced: tuple[int, ...], runtime: Runtime) -> None:
         self._tensors = list(tensors)
         self._traced = traced
-        # Bound here, since each replayed call uses them.
+        # Looked up here, since each replayed call uses them.
         self._snapshot = runtime.values.snapshot
         self._inner = runtime.lazy.inner
         self._storage_marks = runtime.lazy.storage_marks
@@ -51,7 +51,7 @@ class HeldValues:
         """Which tensors share their storage otherwise than in the traced step, in words; None if none do.
 
         Args:
-            elsewhere: at the slots outside of the state (gradients, say).
+            elsewhere: at the places outside of the state (gradients, say).
             others: tensors that must be none of these, no view and no alias of one.
         """
         names, _ = self._storage_marks(self._tensors)

@@ -1,4 +1,4 @@
-"""`GraphSlots`: finds where the inputs of a pending graph come from, and where its outputs go."""
+"""`InputsAndOutputs`: finds where the inputs of a pending graph come from, and where its outputs go."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from xla_adapters.replay.attribute_changes import BoundState, HostChange
+from xla_adapters.replay.attribute_changes import AttributeChange, AttributesBefore
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.number_inputs import Number
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
-from xla_adapters.replay.pending_graph import PendingGraph, written_slots
-from xla_adapters.replay.tensor_places import CannotReplay, Computed, Kept, Slot
+from xla_adapters.replay.pending_graph import PendingGraph, written_places
+from xla_adapters.replay.tensor_places import CannotReplay, Computed, Returned, TensorPlace
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.deferred_numbers import DeferredNumber, expression_of
 from xla_adapters.tracing.undo_log import TensorEntry, UndoLog
@@ -45,24 +45,24 @@ def _referenced(tensors: list[torch.Tensor]) -> list[bool]:
     ]
 
 
-class GraphSlots:
-    """Finds the slots of a pending graph's inputs and outputs, from the undo log of the step that traced it.
+class InputsAndOutputs:
+    """Finds the places of a pending graph's inputs and outputs, from the undo log of the step that traced it.
 
     Args:
         runtime: the runtime.
         undo_log: the step's.
-        entry: slots of those of the batch and the extras that are still where they were before the step, by the handle
+        entry: places of those of the batch and the extras that are still where they were before the step, by the handle
             of their buffer.
         spec: describes the call.
-        bound: the attributes that the step may set, as they were before it.
+        attributes_before: the attributes that the step may set, as they were before it.
         graph: the pending graph.
 
     Attributes:
         created, dropped, grads: see `GradientChanges`.
-        storages: by the key of a slot the storage of the tensor that was there before the step.
-        rebound, host_changes: see `HostEffects`.
-        rebound_names: `id` of the owner and name of each buffer and attribute that the step sets.
-        unrepeatable: see `CachedCall`.
+        storages: by the key of a place the storage of the tensor that was there before the step.
+        reassigned, host_changes: see `HostEffects`.
+        reassigned_names: `id` of the owner and name of each buffer and attribute that the step sets.
+        unrepeatable: see `TracedCall`.
 
     Raises:
         CannotReplay: the step does something that a replay cannot do.
@@ -72,31 +72,31 @@ class GraphSlots:
         self,
         runtime: Runtime,
         undo_log: UndoLog,
-        entry: dict[int, list[Slot]],
+        entry: dict[int, list[TensorPlace]],
         spec: CallSpec,
-        bound: BoundState,
+        attributes_before: AttributesBefore,
         graph: PendingGraph,
     ) -> None:
         self._runtime = runtime
         self._spec = spec
-        self._entry = {handle: list(slots) for handle, slots in entry.items()}
+        self._entry = {handle: list(places) for handle, places in entry.items()}
         self.graph = graph
         self.created: set[int] = set()
         self.dropped: list[torch.Tensor] = []
         self.grads: list[tuple[torch.Tensor, bool]] = []
         self.storages: dict[tuple[str, int, str | int], int] = {}
-        self._results: dict[int, list[Slot]] = {}
+        self._results: dict[int, list[TensorPlace]] = {}
         self._known: set[int] = set()
         self._noted: set[int] = set()
-        self.rebound: set[tuple[str, int, str | int]] = set()
-        self.host_changes: list[HostChange] = []
+        self.reassigned: set[tuple[str, int, str | int]] = set()
+        self.host_changes: list[AttributeChange] = []
         self.unrepeatable = ""
         extras = set(map(id, spec.tensors.extras))
         self._batch = {id(tensor) for tensor in spec.tensors.batch} - extras
         self._grads(undo_log)
-        self._rebound(undo_log)
-        self._written(undo_log, bound)
-        self._bind(bound)
+        self._reassigned(undo_log)
+        self._written(undo_log, attributes_before)
+        self._note_attributes(attributes_before)
 
     # ---- the state -----------------------------------------------------------------------------------
 
@@ -121,107 +121,107 @@ class GraphSlots:
                 self.dropped.append(leaf)
                 continue
             self.created.add(id(leaf))
-            self._result(Slot("grad", owner=leaf), leaf.grad)
+            self._result(TensorPlace("grad", owner=leaf), leaf.grad)
 
-    def _rebound(self, undo_log: UndoLog) -> None:
-        self.rebound_names: set[tuple[int, str]] = set()
-        for module, name, before in undo_log.rebound_buffers():
+    def _reassigned(self, undo_log: UndoLog) -> None:
+        self.reassigned_names: set[tuple[int, str]] = set()
+        for module, name, before in undo_log.reassigned_buffers():
             now = module._buffers.get(name)
             if before is None or now is None:
                 raise CannotReplay(f"the buffer {name} of {type(module).__name__} came or went")
-            self.rebound_names.add((id(module), name))
-            slot = Slot("buffer", owner=module, name=name)
-            self.storages[slot.key] = storage_of(before)
-            self._source(slot, before)
-            self._result(slot, now)
+            self.reassigned_names.add((id(module), name))
+            place = TensorPlace("buffer", owner=module, name=name)
+            self.storages[place.key] = storage_of(before)
+            self._source(place, before)
+            self._result(place, now)
 
-    def _bind(self, bound: BoundState) -> None:
-        for owner, name, before in bound.tensors():
+    def _note_attributes(self, attributes_before: AttributesBefore) -> None:
+        for owner, name, before in attributes_before.tensors():
             if before.device.type == "xla" and not self._runtime.tracing.is_pending(before):
-                slot = Slot("bound", owner, name)
-                self.storages[slot.key] = storage_of(before)
-                self._source(slot, before)
-        tensors, self.host_changes = bound.changes(self._spec.owners())
+                place = TensorPlace("attribute", owner, name)
+                self.storages[place.key] = storage_of(before)
+                self._source(place, before)
+        tensors, self.host_changes = attributes_before.changes(self._spec.owners())
         for owner, name in tensors:
-            slot = Slot("bound", owner, name)
-            self.rebound.add(slot.key)
-            self._result(slot, vars(owner)[name])
-        self.rebound_names |= {(id(owner), name) for owner, name in tensors}
-        self.rebound_names |= {(id(change.owner), change.name) for change in self.host_changes}
+            place = TensorPlace("attribute", owner, name)
+            self.reassigned.add(place.key)
+            self._result(place, vars(owner)[name])
+        self.reassigned_names |= {(id(owner), name) for owner, name in tensors}
+        self.reassigned_names |= {(id(change.owner), change.name) for change in self.host_changes}
 
-    def _written(self, undo_log: UndoLog, bound: BoundState) -> None:
-        self._ours = {id(value) for entry in undo_log.entries() for value in (entry.value, entry.twin)}
+    def _written(self, undo_log: UndoLog, attributes_before: AttributesBefore) -> None:
+        self._ours = {id(value) for entry in undo_log.entries() for value in (entry.value, entry.second_copy)}
         batch = {storage_of(tensor) for tensor in self._spec.tensors.batch}
         batch -= {storage_of(tensor) for tensor in self._spec.tensors.extras}
-        for slot, entry in written_slots(undo_log, self._spec.tensors, bound):
-            if self._is_of_batch(slot, entry, batch):
+        for place, entry in written_places(undo_log, self._spec.tensors, attributes_before):
+            if self._is_of_batch(place, entry, batch):
                 continue
-            if self._runtime.tracing.is_pending(entry.former):
+            if self._runtime.tracing.is_pending(entry.before_step):
                 raise CannotReplay("a tensor was written through an alias (data or detach()), and its value is lost")
-            self.storages[slot.key] = storage_of(entry.tensor)
-            self._source(slot, entry.former)
+            self.storages[place.key] = storage_of(entry.tensor)
+            self._source(place, entry.before_step)
             if self._runtime.tracing.is_pending(entry.tensor):
                 if storage_of(entry.tensor) in batch:
                     # The next call has another batch, so the write would be lost.
                     raise CannotReplay("the step writes into a tensor of its batch")
-                if slot.holds(entry.tensor):
-                    self._result(slot, entry.tensor)
-            elif not self._runtime.values.holds(entry.tensor, entry.value, entry.twin):
+                if place.holds(entry.tensor):
+                    self._result(place, entry.tensor)
+            elif not self._runtime.values.holds(entry.tensor, entry.value, entry.second_copy):
                 raise CannotReplay("a tensor of the state became a copy of another tensor")
 
-    def _is_of_batch(self, slot: Slot, entry: TensorEntry, batch: set[int]) -> bool:
+    def _is_of_batch(self, place: TensorPlace, entry: TensorEntry, batch: set[int]) -> bool:
         """Whether a recorded tensor is one of the batch that the step only reads.
 
         The undo log records all arguments of a call that writes one of them. If user code holds the tensor, or an alias
         of it, the analysis of its code and modules finds that, and it is noted as a constant or a part of the state:
-        then the graph's input has two slots. So without the analysis it may be older than the call.
+        then the graph's input has two places. So without the analysis it may be older than the call.
         """
         return (
-            slot.kind == "tensor"
+            place.kind == "tensor"
             and self._spec.strict
             and storage_of(entry.tensor) in batch
             and not self._runtime.tracing.is_pending(entry.tensor)
-            and self._runtime.values.holds(entry.tensor, entry.value, entry.twin)
+            and self._runtime.values.holds(entry.tensor, entry.value, entry.second_copy)
         )
 
-    def rebound_state(self, math: OptimizerHostMath) -> None:
+    def reassigned_state(self, math: OptimizerHostMath) -> None:
         """Adds the entries of an optimizer's state that its update sets to new tensors."""
-        for state, name in math.rebound():
-            self._result(Slot("state", owner=state, name=name), state[name])
+        for state, name in math.reassigned():
+            self._result(TensorPlace("state", owner=state, name=name), state[name])
 
-    def note(self, slots: Iterable[Slot]) -> None:
-        """Adds slots that the graph may read and does not write."""
-        for slot in slots:
-            tensor = slot.owner
+    def note(self, places: Iterable[TensorPlace]) -> None:
+        """Adds places that the graph may read and does not write."""
+        for place in places:
+            tensor = place.owner
             if (
                 tensor.device.type == "xla"
                 and id(tensor) not in self._noted
                 and not self._runtime.tracing.is_pending(tensor)
             ):
-                self._source(slot, tensor)
+                self._source(place, tensor)
 
-    def _source(self, slot: Slot, before: torch.Tensor) -> None:
-        self._noted.add(id(slot.owner if slot.kind == "tensor" else before))
+    def _source(self, place: TensorPlace, before: torch.Tensor) -> None:
+        self._noted.add(id(place.owner if place.kind == "tensor" else before))
         if before.device.type == "xla":
-            slots = self._entry.setdefault(self._runtime.lazy.handles([before])[0], [])
-            if all(other.key != slot.key for other in slots):
-                slots.append(slot)
+            places = self._entry.setdefault(self._runtime.lazy.handles([before])[0], [])
+            if all(other.key != place.key for other in places):
+                places.append(place)
 
-    def _result(self, slot: Slot, tensor: torch.Tensor) -> None:
+    def _result(self, place: TensorPlace, tensor: torch.Tensor) -> None:
         if self._runtime.tracing.is_pending(tensor):
             torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
             self._known.add(id(tensor))
-            self._noted.add(id(slot.owner) if slot.kind == "tensor" else id(tensor))
-            self._results.setdefault(self._runtime.lazy.tensor_number(tensor), []).append(slot)
-        elif slot.kind == "bound":
+            self._noted.add(id(place.owner) if place.kind == "tensor" else id(tensor))
+            self._results.setdefault(self._runtime.lazy.tensor_number(tensor), []).append(place)
+        elif place.kind == "attribute":
             # A default value, for example. The next call may not set it, and have the same executable.
-            self.unrepeatable = f"{type(slot.owner).__name__}.{slot.name} is set to a value that is not computed"
-        elif slot.kind in ("grad", "buffer", "state"):
-            raise CannotReplay(f"a {slot.kind} is set to a tensor that the step does not compute")
+            self.unrepeatable = f"{type(place.owner).__name__}.{place.name} is set to a value that is not computed"
+        elif place.kind in ("grad", "buffer", "state"):
+            raise CannotReplay(f"a {place.kind} is set to a tensor that the step does not compute")
 
     # ---- the graph -----------------------------------------------------------------------------------
 
-    def sources(self, seed: int, update_buffers: set[int], numbers: set[int]) -> list[Slot | str | Number]:
+    def sources(self, seed: int, update_buffers: set[int], numbers: set[int]) -> list[TensorPlace | str | Number]:
         """Where the inputs come from.
 
         Args:
@@ -230,22 +230,22 @@ class GraphSlots:
             numbers: the handles of those of them that are known to be Python numbers.
 
         Raises:
-            CannotReplay: an input is a tensor whose slot is not known.
+            CannotReplay: an input is a tensor whose place is not known.
         """
         number = self._runtime.random.seed_number()
         if any(item.number == number and item.handle != seed for item in self.graph.inputs):
             raise CannotReplay("the step draws from several random streams")
         owned: set[int] | None = None
-        found: list[Slot | str | Number] = []
+        found: list[TensorPlace | str | Number] = []
         for item in self.graph.inputs:
-            slots = self._entry.get(item.handle, [])
-            kinds = {slot.kind for slot in slots}
-            # A tensor that is twice in the batch is so in each call of this signature: either slot will do.
-            if len(slots) > 1 and kinds != {"batch"}:
+            places = self._entry.get(item.handle, [])
+            kinds = {place.kind for place in places}
+            # A tensor that is twice in the batch is so in each call of this signature: either place will do.
+            if len(places) > 1 and kinds != {"batch"}:
                 whose = "of the batch and one of the state" if "batch" in kinds else "of the state"
                 raise CannotReplay(f"two tensors {whose} share a buffer")
-            if slots:
-                found.append(slots[0])
+            if places:
+                found.append(places[0])
             elif item.handle == seed:
                 found.append("seed")
             else:
@@ -280,7 +280,7 @@ class GraphSlots:
             ]
         )
 
-    def kept(self, value: Any) -> Kept:
+    def returned(self, value: Any) -> Returned:
         """Where the leaves of a value come from that the step returns.
 
         Raises:
@@ -288,7 +288,7 @@ class GraphSlots:
         """
         leaves, spec = tree_flatten(value)
         batch = {id(tensor): index for index, tensor in enumerate(self._spec.tensors.batch)}
-        found: list[int | Slot | Computed | tuple[Any, ...]] = []
+        found: list[int | TensorPlace | Computed | tuple[Any, ...]] = []
         for leaf in leaves:
             if isinstance(leaf, DeferredNumber):
                 expression = expression_of(leaf)
@@ -300,28 +300,28 @@ class GraphSlots:
                     raise CannotReplay(f"the step returns a {type(leaf).__name__}")
                 found.append((leaf,))
             elif id(leaf) in batch:
-                found.append(Slot("batch", name=batch[id(leaf)]))
+                found.append(TensorPlace("batch", name=batch[id(leaf)]))
             elif leaf.device.type == "xla" and self._runtime.tracing.is_pending(leaf):
                 found.append(self.graph.numbers.index(self._runtime.lazy.tensor_number(leaf)))
             elif id(leaf) in self._noted:
-                found.append(Slot("tensor", owner=leaf))
-            elif (slot := self._slot_in_batch(leaf)) is not None:
-                found.append(slot)
+                found.append(TensorPlace("tensor", owner=leaf))
+            elif (place := self._place_in_batch(leaf)) is not None:
+                found.append(place)
             else:
                 raise CannotReplay("the step returns a tensor that it does not compute")
-        return Kept(spec, tuple(found))
+        return Returned(spec, tuple(found))
 
-    def _slot_in_batch(self, tensor: torch.Tensor) -> Slot | None:
-        """The slot of a tensor that was detached from one of the batch; None if there is none."""
+    def _place_in_batch(self, tensor: torch.Tensor) -> TensorPlace | None:
+        """The place of a tensor that was detached from one of the batch; None if there is none."""
         if tensor.device.type != "xla":
             return None
         (handle,) = self._runtime.lazy.handles([tensor])
-        for slot in self._entry.get(handle, ()):
-            if slot.kind == "batch" and slot.get(self._spec.tensors).shape == tensor.shape:
-                return slot
+        for place in self._entry.get(handle, ()):
+            if place.kind == "batch" and place.get(self._spec.tensors).shape == tensor.shape:
+                return place
         return None
 
-    def targets(self, values: dict[str, Any]) -> list[list[Slot]]:
+    def targets(self, values: dict[str, Any]) -> list[list[TensorPlace]]:
         """Where the outputs go.
 
         Args:
@@ -338,17 +338,21 @@ class GraphSlots:
                     raise CannotReplay(f"the step stores a tensor of shape {shape} that it does not return")
         return [self._results.get(number, []) for number in self.graph.numbers]
 
-    def elsewhere(self, sources: list[Slot | str | Number], targets: list[list[Slot]]) -> list[Slot]:
+    def elsewhere(
+        self, sources: list[TensorPlace | str | Number], targets: list[list[TensorPlace]]
+    ) -> list[TensorPlace]:
         """See `GraphValues`."""
-        read = [source for source in sources if isinstance(source, Slot) and source.kind not in ("tensor", "batch")]
-        written = [slot for slots in targets for slot in slots if slot.kind in ("grad", "extra")]
-        written = [slot for slot in written if slot.key in self.storages]
-        return list({slot.key: slot for slot in (*read, *written)}.values())
+        read = [
+            source for source in sources if isinstance(source, TensorPlace) and source.kind not in ("tensor", "batch")
+        ]
+        written = [place for places in targets for place in places if place.kind in ("grad", "extra")]
+        written = [place for place in written if place.key in self.storages]
+        return list({place.key: place for place in (*read, *written)}.values())
 
-    def storage_at(self, slot: Slot) -> int:
-        """The storage of the tensor that was at a slot before the step."""
-        known = self.storages.get(slot.key)
-        return storage_of(slot.get(self._spec.tensors)) if known is None else known
+    def storage_at(self, place: TensorPlace) -> int:
+        """The storage of the tensor that was at a place before the step."""
+        known = self.storages.get(place.key)
+        return storage_of(place.get(self._spec.tensors)) if known is None else known
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""`PreparedCall`: a cached call that can be replayed, with all that its replays have in common precomputed."""
+"""`Launcher`: runs the executable of a traced call again, with all that these runs have in common precomputed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from xla_adapters.replay.held_values import HeldValues
-from xla_adapters.replay.number_inputs import Number, Update, numbers_of
-from xla_adapters.replay.tensor_places import CallTensors, CannotReplay, Slot, is_state
-from xla_adapters.replay.traced_call import CachedCall
+from xla_adapters.replay.number_inputs import HostUpdate, Number, numbers_of
+from xla_adapters.replay.tensor_places import CallTensors, CannotReplay, TensorPlace, is_state
+from xla_adapters.replay.traced_call import TracedCall
 from xla_adapters.runtime import Runtime
 
 _grad = attrgetter("grad")
 
 
-class PreparedCall:
-    """Runs the executable of a cached call: checks that it still applies, collects its inputs, stores its outputs.
+class Launcher:
+    """Runs the executable of a traced call: checks that it still applies, collects its inputs, stores its outputs.
 
     Args:
         call: two traced calls agreed on it.
@@ -32,7 +32,7 @@ class PreparedCall:
         compiled: how many executables the process had compiled when this one was last used.
     """
 
-    def __init__(self, call: CachedCall, fixed: Sequence[tuple[int, float]], runtime: Runtime) -> None:
+    def __init__(self, call: TracedCall, fixed: Sequence[tuple[int, float]], runtime: Runtime) -> None:
         self.call = call
         self.compiled = runtime.counters.executables_compiled()
         self._fixed = list(fixed)
@@ -40,9 +40,9 @@ class PreparedCall:
         self._donated = call.values.donated
         read = [(index, source.owner) for index, source in enumerate(sources) if is_state(source)]
         self._changing = [(index, source) for index, source in enumerate(sources) if not is_state(source)]
-        targets = [(index, slot) for index, slots in enumerate(call.values.targets) for slot in slots]
-        written = [(index, slot.owner) for index, slot in targets if is_state(slot)]
-        self._assigned = [(index, slot) for index, slot in targets if not is_state(slot)]
+        targets = [(index, place) for index, places in enumerate(call.values.targets) for place in places]
+        written = [(index, place.owner) for index, place in targets if is_state(place)]
+        self._assigned = [(index, place) for index, place in targets if not is_state(place)]
         self._state = call.values.state
         positions = {id(tensor): position for position, tensor in enumerate(self._state)}
         # For each input the position of its tensor in the state; any for inputs that are no part of the state.
@@ -63,7 +63,9 @@ class PreparedCall:
 
     # ---- before a replay ---------------------------------------------------------------------------
 
-    def obstacle(self, tensors: CallTensors, runtime: Runtime, set_modes: Callable[[], object] | None) -> str | None:
+    def reason_to_trace(
+        self, tensors: CallTensors, runtime: Runtime, set_modes: Callable[[], object] | None
+    ) -> str | None:
         """Why the next call of the step is not this one, in words; None if it is.
 
         Args:
@@ -71,18 +73,9 @@ class PreparedCall:
             runtime: the runtime.
             set_modes: puts the modules into train or eval mode, as the step itself does first.
         """
-        call = self.call
-        change = call.snapshot.changed_in_modes(set_modes)
+        change = self.call.snapshot.changed_in_modes(set_modes) or self.call.host.reason_to_trace()
         if change is not None:
             return change
-        for optimizer in call.host.optimizers:
-            change = optimizer.obstacle()
-            if change is not None:
-                return change
-        for attribute in call.host.attributes:
-            change = attribute.obstacle()
-            if change is not None:
-                return change
         if not _have_none(self._leaves_without):
             return "a gradient exists that did not when the step was traced"
         if not all(map(is_not, map(_grad, self._leaves_with), repeat(None))):
@@ -100,9 +93,9 @@ class PreparedCall:
         """Which tensors of the batch and the state share their storage now, in words; None if none do."""
         if self._held is None:
             self._held = HeldValues(self._state, self.call.sharing, runtime)
-        return self._held.sharing([slot.get(tensors) for slot in self.call.values.elsewhere], tensors.batch)
+        return self._held.sharing([place.get(tensors) for place in self.call.values.elsewhere], tensors.batch)
 
-    def new_numbers(self, updates: Sequence[Update]) -> list[tuple[Number, float]]:
+    def new_numbers(self, updates: Sequence[HostUpdate]) -> list[tuple[Number, float]]:
         """The inputs that are other numbers in the next call, with their values.
 
         Args:
@@ -145,7 +138,7 @@ class PreparedCall:
         for index, source in self._changing:
             if isinstance(source, Number):
                 found[index] = source.value
-            elif isinstance(source, Slot):
+            elif isinstance(source, TensorPlace):
                 tensor = source.get(tensors)
                 # What is updated goes in as its value, which can outlive the update (see `Executables.run`).
                 found[index] = tensor if source.kind == "batch" else runtime.values.snapshot(tensor)
@@ -163,14 +156,18 @@ class PreparedCall:
         """
         if runtime.shared_buffers.copies_made() != self._copies:
             # Copies made since the last run may share the buffers of donated inputs.
-            slots = [slot for slot in map(self._sources.__getitem__, self._donated) if isinstance(slot, Slot)]
-            sharing = runtime.shared_buffers.may_share([slot.get(tensors) for slot in slots])
+            places = [
+                place for place in map(self._sources.__getitem__, self._donated) if isinstance(place, TensorPlace)
+            ]
+            sharing = runtime.shared_buffers.may_share([place.get(tensors) for place in places])
             runtime.shared_buffers.separate(sharing)
             self._copies = runtime.shared_buffers.copies_made()
             if sharing:
                 inputs[:] = self.inputs(tensors, (), runtime)
         # A tensor of the batch may be one of the state.
-        batch = [index for index, source in self._changing if isinstance(source, Slot) and source.kind == "batch"]
+        batch = [
+            index for index, source in self._changing if isinstance(source, TensorPlace) and source.kind == "batch"
+        ]
         given = [inputs[index] for index in batch]
         shared = runtime.lazy.aliases(given, self._donated_like(given, inputs))
         if shared:
@@ -199,17 +196,17 @@ class PreparedCall:
         self._held.write(self._written, list(map(runtime.lazy.inner, map(results.__getitem__, self._outputs))))
         others: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
-        for index, slot in self._assigned:
-            if slot.kind == "grad" and id(slot.owner) in gradients.created:
-                slot.owner.grad = results[index]
-            elif slot.kind == "buffer":
-                slot.owner._buffers[slot.name] = results[index]
-            elif slot.kind == "state":
-                slot.owner[slot.name] = results[index]
-            elif slot.key in host.rebound:
-                setattr(slot.owner, str(slot.name), results[index])
+        for index, place in self._assigned:
+            if place.kind == "grad" and id(place.owner) in gradients.created:
+                place.owner.grad = results[index]
+            elif place.kind == "buffer":
+                place.owner._buffers[place.name] = results[index]
+            elif place.kind == "state":
+                place.owner[place.name] = results[index]
+            elif place.key in host.reassigned:
+                setattr(place.owner, str(place.name), results[index])
             else:
-                others.append(slot.get(tensors))
+                others.append(place.get(tensors))
                 values.append(results[index])
         runtime.values.write(others, values)
         runtime.shared_buffers.note_own_buffers(others)

@@ -1,5 +1,6 @@
-"""`Number`: an input of a step's graph that was a Python number when it was traced (a learning rate, say). `Update`:
-what an optimizer computes on the host in one update, from which such numbers come.
+"""`Number`: an input of a step's graph that was a Python number when it was traced (a learning rate, say).
+
+`HostUpdate`: what an optimizer computes on the host in one update, from which such numbers come.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def cast(value: float, dtype: torch.dtype) -> float:
 def find_roles(
     numbers: Sequence[Number],
     present: Sequence[float],
-    former: Sequence[float],
+    earlier: Sequence[float],
     optimizers: Sequence[float],
     optimizers_before: Sequence[float],
 ) -> list[tuple[int, float]]:
@@ -74,7 +75,7 @@ def find_roles(
     Args:
         numbers: the inputs; their roles are set.
         present: their values in the second call.
-        former: their values in the first call.
+        earlier: their values in the first call.
         optimizers: the numbers that the optimizers computed in the second call.
         optimizers_before: those of the first call.
 
@@ -85,7 +86,7 @@ def find_roles(
     Raises:
         CannotReplay: a number changes that is none of the optimizers'.
     """
-    for number, now, before in zip(numbers, present, former, strict=True):
+    for number, now, before in zip(numbers, present, earlier, strict=True):
         dtype = number.value.dtype
         number.present = now
         number.roles = tuple(
@@ -105,7 +106,7 @@ def find_roles(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update:
+class HostUpdate:
     """The host math of one update, without its tensors.
 
     Attributes:
@@ -120,11 +121,11 @@ class Update:
     operators: tuple[Callable[..., Any], ...]
     advance: Callable[[], None]
 
-    def takes_another_course(self, other: Update) -> bool:
+    def takes_another_course(self, other: HostUpdate) -> bool:
         """Whether the graph of this update differs from that of another one."""
         return self.operators != other.operators or self.constants != other.constants
 
 
-def numbers_of(updates: Sequence[Update]) -> list[float]:
+def numbers_of(updates: Sequence[HostUpdate]) -> list[float]:
     """The numbers of several updates, in order."""
     return [number for update in updates for number in update.numbers]

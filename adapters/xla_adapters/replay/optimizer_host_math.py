@@ -18,7 +18,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
 from xla_adapters.errors import MODEL_FAILURES, XLAAdapterError
-from xla_adapters.replay.number_inputs import Update
+from xla_adapters.replay.number_inputs import HostUpdate
 from xla_adapters.replay.operator_recorder import OperatorRecorder
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
 from xla_adapters.replay.tensor_places import CannotReplay
@@ -43,7 +43,7 @@ class _Kind:
         members: the state of each parameter.
         host: tensors of the state on the host (step counts), by name.
         numbers: names of Python numbers in the state.
-        rebound: names of tensors in the state that the update replaces by new ones.
+        reassigned: names of tensors in the state that the update replaces by new ones.
         state: stand-ins for the tensors of the state on the device, by name.
     """
 
@@ -52,7 +52,7 @@ class _Kind:
     members: list[dict[str, Any]] = field(default_factory=list)
     host: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
-    rebound: tuple[str, ...] = ()
+    reassigned: tuple[str, ...] = ()
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -146,15 +146,15 @@ class OptimizerHostMath:
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 kind.host.setdefault(name, []).append(value)
 
-    def rebound(self) -> Iterator[tuple[dict[str, Any], str]]:
+    def reassigned(self) -> Iterator[tuple[dict[str, Any], str]]:
         """The entries of the state that the update sets to new tensors instead of writing in place."""
-        return ((member, name) for kind in self._kinds for name in kind.rebound for member in kind.members)
+        return ((member, name) for kind in self._kinds for name in kind.reassigned for member in kind.members)
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
         """The tensors of the optimizer's state."""
         return (tensor for _, _, tensor in self._tensors)
 
-    def obstacle(self) -> str | None:
+    def reason_to_trace(self) -> str | None:
         """What has changed of the optimizer so that this does not describe it any more, in words, or None."""
         optimizer = self.optimizer
         name = type(optimizer).__name__
@@ -188,8 +188,8 @@ class OptimizerHostMath:
                     return f"the state of {name} was changed"
         return None
 
-    def play(self) -> Update:
-        """Computes the host math of the next update. The optimizer does not change until `Update.advance`.
+    def play(self) -> HostUpdate:
+        """Computes the host math of the next update. The optimizer does not change until `HostUpdate.advance`.
 
         Raises:
             CannotReplay: the optimizer reads values of tensors, or stores more on the host than its groups and state.
@@ -216,13 +216,13 @@ class OptimizerHostMath:
             if state.get(kind.stand_in, {}).keys() != kind.members[0].keys():
                 raise CannotReplay(f"{type(optimizer).__name__} creates state in its update")
             after = state.get(kind.stand_in, {})
-            rebound = tuple(name for name, tensor in kind.state.items() if after[name] is not tensor)
-            if rebound != kind.rebound:
-                kind.rebound = rebound
-                replaced = {(id(member), name) for member in kind.members for name in rebound}
+            reassigned = tuple(name for name, tensor in kind.state.items() if after[name] is not tensor)
+            if reassigned != kind.reassigned:
+                kind.reassigned = reassigned
+                replaced = {(id(member), name) for member in kind.members for name in reassigned}
                 self._tensors = [entry for entry in self._tensors if (id(entry[0]), entry[1]) not in replaced]
                 self._index_tensors()
-        return Update(
+        return HostUpdate(
             numbers=tuple(recorder.numbers),
             constants=tuple(recorder.constants),
             operators=tuple(recorder.operators),
@@ -254,7 +254,7 @@ class OptimizerHostMath:
             raise
         return stand_in, recorder
 
-    def roles(self, update: Update) -> list[tuple[int, float]]:
+    def roles(self, update: HostUpdate) -> list[tuple[int, float]]:
         """For each number that the optimizer uses, parameter by parameter: its position in an update, and its value.
 
         Args:

@@ -6,34 +6,38 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from xla_adapters.replay.attribute_changes import BoundState
-from xla_adapters.replay.tensor_places import CallTensors, CannotReplay, Slot
+from xla_adapters.replay.attribute_changes import AttributesBefore
+from xla_adapters.replay.tensor_places import CallTensors, CannotReplay, TensorPlace
 from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.undo_log import TensorEntry, UndoLog
 
 
-def written_slots(undo_log: UndoLog, tensors: CallTensors, bound: BoundState) -> Iterator[tuple[Slot, TensorEntry]]:
-    """The slots of the tensors that the step may have written in place, except for buffers that it assigns.
+def written_places(
+    undo_log: UndoLog, tensors: CallTensors, attributes_before: AttributesBefore
+) -> Iterator[tuple[TensorPlace, TensorEntry]]:
+    """The places of the tensors that the step may have written in place, except for buffers that it assigns.
 
     Args:
         undo_log: the step's.
         tensors: of the call.
-        bound: the attributes that the step may set, as they were before it.
+        attributes_before: the attributes that the step may set, as they were before it.
     """
     extras = {id(tensor): index for index, tensor in enumerate(tensors.extras)}
     grads = {id(before): leaf for leaf, before in undo_log.leaves() if before is not None}
-    attributes = {id(tensor): Slot("bound", owner, name) for owner, name, tensor in bound.tensors()}
-    rebound = {id(before) for _, _, before in undo_log.rebound_buffers()}
+    attributes = {
+        id(tensor): TensorPlace("attribute", owner, name) for owner, name, tensor in attributes_before.tensors()
+    }
+    reassigned = {id(before) for _, _, before in undo_log.reassigned_buffers()}
     for entry in undo_log.entries():
         tensor = entry.tensor
         if id(tensor) in extras:
-            yield Slot("extra", name=extras[id(tensor)]), entry
+            yield TensorPlace("extra", name=extras[id(tensor)]), entry
         elif id(tensor) in grads:
-            yield Slot("grad", owner=grads[id(tensor)]), entry
+            yield TensorPlace("grad", owner=grads[id(tensor)]), entry
         elif id(tensor) in attributes:
             yield attributes[id(tensor)], entry
-        elif id(tensor) not in rebound:
-            yield Slot("tensor", owner=tensor), entry
+        elif id(tensor) not in reassigned:
+            yield TensorPlace("tensor", owner=tensor), entry
 
 
 class PendingGraph:
@@ -43,7 +47,7 @@ class PendingGraph:
 
     Args:
         runtime: the runtime.
-        written: the slots whose tensors the step wrote, with their former values.
+        written: the places whose tensors the step wrote, with their values before it.
         near: tensors that are likely to be pending. If others are, all tensors of the process are searched.
 
     Attributes:
@@ -59,7 +63,7 @@ class PendingGraph:
     """
 
     def __init__(
-        self, runtime: Runtime, written: Iterable[tuple[Slot, TensorEntry]], near: Iterable[torch.Tensor] = ()
+        self, runtime: Runtime, written: Iterable[tuple[TensorPlace, TensorEntry]], near: Iterable[torch.Tensor] = ()
     ) -> None:
         self._runtime = runtime
         self.live: list[torch.Tensor] = list(near)
@@ -83,17 +87,17 @@ class PendingGraph:
         runtime.device.wait()
         self.inputs = runtime.executables.inputs(self.outputs)
         given_up = {}
-        for slot, entry in written:
+        for place, entry in written:
             if (
                 # torch_xla keeps the buffer of a number that was uploaded, and gives it to the next one of that value.
-                entry.former.ndim
-                and slot.holds(entry.tensor)
+                entry.before_step.ndim
+                and place.holds(entry.tensor)
                 and runtime.tracing.is_pending(entry.tensor)
-                # A write through an alias (`data`) may have changed the former value itself.
-                and not runtime.tracing.is_pending(entry.former)
+                # A write through an alias (`data`) may have changed the value before the step itself.
+                and not runtime.tracing.is_pending(entry.before_step)
             ):
-                (handle,) = runtime.lazy.handles([entry.former])
-                given_up[handle, runtime.lazy.tensor_number(entry.former)] = entry.former
+                (handle,) = runtime.lazy.handles([entry.before_step])
+                given_up[handle, runtime.lazy.tensor_number(entry.before_step)] = entry.before_step
         self.donors = {
             index: given_up[item.handle, item.number]
             for index, item in enumerate(self.inputs)

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_unflatten
 from xla_adapters.errors import DeviceOutOfMemoryError, TensorReadError
 from xla_adapters.open_step import open_step
 from xla_adapters.replay.batch_reads import NUMBERS, ReadsOfReplay
-from xla_adapters.replay.launcher import PreparedCall
-from xla_adapters.replay.number_inputs import Number, Update
-from xla_adapters.replay.tensor_places import CallTensors, Computed, Slot
+from xla_adapters.replay.launcher import Launcher
+from xla_adapters.replay.number_inputs import HostUpdate, Number
+from xla_adapters.replay.tensor_places import CallTensors, Computed, TensorPlace
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.rng import StepSeed
 from xla_adapters.tracing.interrupts import InterruptGuard, at_edge
@@ -61,7 +61,7 @@ class ReplayedCall:
 
     Args:
         name: of the step, for messages.
-        prepared: what to call.
+        launcher: what to call.
         tensors: of this call.
         updates: the optimizers' host math of this call.
         numbers: inputs of the graph that are other numbers than in the call before, with their values.
@@ -77,10 +77,10 @@ class ReplayedCall:
     def __init__(
         self,
         name: str,
-        prepared: PreparedCall,
+        launcher: Launcher,
         *,
         tensors: CallTensors,
-        updates: Sequence[Update],
+        updates: Sequence[HostUpdate],
         numbers: Sequence[tuple[Number, float]],
         seed: StepSeed | None,
         runtime: Runtime,
@@ -88,8 +88,8 @@ class ReplayedCall:
         reads: ReadsOfReplay | None = None,
     ) -> None:
         self._name = name
-        self._prepared = prepared
-        self.stepping = prepared.call.host.optimizers
+        self._launcher = launcher
+        self.stepping = launcher.call.host.optimizers
         self._tensors = tensors
         self._updates = updates
         self._numbers = numbers
@@ -112,9 +112,9 @@ class ReplayedCall:
         return self._is_open
 
     @property
-    def prepared(self) -> PreparedCall:
+    def launcher(self) -> Launcher:
         """What is called."""
-        return self._prepared
+        return self._launcher
 
     @property
     def executed(self) -> bool:
@@ -158,10 +158,10 @@ class ReplayedCall:
 
     def promise(self, name: str) -> Any:
         """The value that the step returns under a name. Its tensors are `PendingOutput` until `close`."""
-        kept = self._prepared.call.kept[name]
+        returned = self._launcher.call.returned[name]
         leaves: list[Any] = []
-        for leaf in kept.leaves:
-            if isinstance(leaf, Slot):
+        for leaf in returned.leaves:
+            if isinstance(leaf, TensorPlace):
                 leaves.append(leaf.get(self._tensors))
             elif isinstance(leaf, tuple):
                 leaves.append(leaf[0])
@@ -173,11 +173,11 @@ class ReplayedCall:
                 tensor.__class__ = PendingOutput
                 self._pending.append((tensor, leaf))
                 leaves.append(tensor)
-        return tree_unflatten(leaves, kept.spec)
+        return tree_unflatten(leaves, returned.spec)
 
     def _like_output(self, index: int) -> torch.Tensor:
         """A new tensor with the shape and dtype of an output. Its values do not matter."""
-        return torch._to_functional_tensor(self._runtime.lazy.inner(self._prepared.call.outputs[index]))
+        return torch._to_functional_tensor(self._runtime.lazy.inner(self._launcher.call.outputs[index]))
 
     @at_edge
     def close(self) -> ScopeReport:
@@ -191,19 +191,19 @@ class ReplayedCall:
             self._interrupts.finish()
 
     def _execute(self) -> ScopeReport:
-        prepared, runtime, tensors = self._prepared, self._runtime, self._tensors
+        launcher, runtime, tensors = self._launcher, self._runtime, self._tensors
         self._restores.close()
         self._restore_groups()
         runtime.random.set_seed(runtime.random.seed() if self._seed is None else self._seed.value())
-        inputs = prepared.inputs(tensors, self._numbers, runtime)
+        inputs = launcher.inputs(tensors, self._numbers, runtime)
         # The next traced call is compared with the numbers that the inputs have now.
-        prepared.call.updates = list(self._updates)
+        launcher.call.updates = list(self._updates)
         runtime.tracing.compute(inputs)
-        prepared.own_buffers(inputs, tensors, runtime)
-        results = prepared.run(inputs, runtime)
+        launcher.own_buffers(inputs, tensors, runtime)
+        results = launcher.run(inputs, runtime)
         self._executed = True
         self._done()
-        prepared.write_back(results, tensors, runtime)
+        launcher.write_back(results, tensors, runtime)
         for tensor, index in self._pending:
             tensor.__class__ = torch.Tensor
             runtime.values.write([tensor], [results[index]])
@@ -211,8 +211,8 @@ class ReplayedCall:
             self._reads.ended(executed=True)
         for update in self._updates:
             update.advance()
-        prepared.compiled = runtime.counters.executables_compiled()
-        prepared.call.remember_outputs(results)
+        launcher.compiled = runtime.counters.executables_compiled()
+        launcher.call.remember_outputs(results)
         self._is_open = False
         runtime.executables.finish_run()
         return NOTHING_COMPILED

@@ -17,11 +17,11 @@ from xla_adapters.open_step import in_step
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.executable_scope import SeparatingScope
 from xla_adapters.replay.guards.ambient import unknown_mode
-from xla_adapters.replay.launcher import PreparedCall
+from xla_adapters.replay.launcher import Launcher
 from xla_adapters.replay.placeholders.capture import PlaceholderCapture
-from xla_adapters.replay.placeholders.trace_or_replay import ProgramCache
+from xla_adapters.replay.placeholders.trace_or_replay import PlaceholderTraceOrReplay
 from xla_adapters.replay.replayed_call import ReplayedCall
-from xla_adapters.replay.trace_or_replay import ExecutableCache
+from xla_adapters.replay.trace_or_replay import TraceOrReplay
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.rng import StepSeed, apply_process_options
@@ -79,8 +79,8 @@ class StepProgram:
     _where: str = ""
     _checkpoints: list[tuple[int, str]] = field(default_factory=list, repr=False)
     _open: StepExecution | None = field(default=None, repr=False)
-    _replay: ExecutableCache | None = field(default=None, repr=False)
-    _replayed: PreparedCall | None = field(default=None, repr=False)
+    _replay: TraceOrReplay | None = field(default=None, repr=False)
+    _replayed: Launcher | None = field(default=None, repr=False)
 
     @cached_property
     def _step_observers(self) -> list[Callable[[str], None]]:
@@ -175,26 +175,26 @@ class StepProgram:
 
     def _replayable(self, phase: str, spec: CallSpec, seed: StepSeed | None, options: dict[str, Any]) -> StepExecution:
         """The execution of a call that is replayed if nothing is in the way."""
-        cache = self._make_replay()
+        decision = self._make_replay()
         if spec.change is not None:
-            cache.note(spec.change)
-        obstacle = spec.obstacle or unknown_mode()
-        if obstacle is not None and self.config.step_replay == "auto":
-            cache.refuse(obstacle)
-            scope = cache.refused(spec, seed=seed, **options)
+            decision.note(spec.change)
+        reason = spec.reason or unknown_mode()
+        if reason is not None and self.config.step_replay == "auto":
+            decision.refuse(reason)
+            scope = decision.refused(spec, seed=seed, **options)
             return scope if scope is not None else self.execution(seed=seed, **options)
         if not get_runtime().replay_works:
             return self.execution(seed=seed, **options)
-        choice: StepExecution = cache.choose((phase, spec.key, _repeated(spec.batch)), spec, seed, **options)
+        choice: StepExecution = decision.choose((phase, spec.key, _repeated(spec.batch)), spec, seed, **options)
         return choice
 
     def refuse_replay(self, reason: str) -> None:
         """Notes why the next call is traced without an attempt to replay it later."""
         self._make_replay().refuse(reason)
 
-    def _make_replay(self) -> ExecutableCache:
+    def _make_replay(self) -> TraceOrReplay:
         if self._replay is None:
-            kind = ProgramCache if get_runtime().has_placeholders else ExecutableCache
+            kind = PlaceholderTraceOrReplay if get_runtime().has_placeholders else TraceOrReplay
             self._replay = kind(
                 self.name,
                 self.config.replay_verify_every,
@@ -263,7 +263,7 @@ class StepProgram:
     def close(self) -> ScopeReport:
         """Ends the call: executes the graph, and explains a compile in the log."""
         assert self._open is not None
-        self._replayed = self._open.prepared if isinstance(self._open, ReplayedCall) else None
+        self._replayed = self._open.launcher if isinstance(self._open, ReplayedCall) else None
         verified = self.verified
         report = self._open.close()
         self._open = None
@@ -294,7 +294,7 @@ class StepProgram:
         """The error to raise in place of one raised in the open call; `None` to raise that one."""
         return self._open.translate(error) if self._open is not None else None
 
-    def _record(self, report: ScopeReport, replayed: PreparedCall | None, *, verified: bool) -> None:
+    def _record(self, report: ScopeReport, replayed: Launcher | None, *, verified: bool) -> None:
         call = CallNumber(self.calls, self._where)
         if replayed is None:
             flops = report.graph.flops if report.graph is not None else None

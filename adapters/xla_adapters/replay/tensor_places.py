@@ -1,4 +1,4 @@
-"""`Slot`: where a tensor is stored that a step's graph reads or writes."""
+"""`TensorPlace`: where a tensor is stored that a step's graph reads or writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec
 
 
 class CannotReplay(Exception):
-    """A call cannot be captured, or a cached call does not apply to it. Internal; the message is shown as a reason."""
+    """A call cannot be captured, or is not a replay of an earlier one. Internal; the message is shown as a reason."""
 
 
 @dataclass
@@ -28,16 +28,16 @@ class CallTensors:
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class TensorPlace:
     """The location of a tensor.
 
     Attributes:
         kind: `"tensor"` (the owner itself), `"grad"` (of the owner), `"buffer"` (of the owner, a module; the step
-            assigns another tensor to it), `"bound"` (an attribute of the owner), `"state"` (an entry of the owner, an
-            optimizer's state), `"batch"` or `"extra"` (at the position `name`).
+            assigns another tensor to it), `"attribute"` (of the owner), `"state"` (an entry of the owner, which is the
+            state of an optimizer), `"batch"` or `"extra"` (at the position `name`).
         owner: the tensor, module, object or dictionary.
         name: of the buffer, attribute or entry, or the position.
-        key: equal for two slots of the same location.
+        key: equal for two places of the same location.
     """
 
     kind: str
@@ -49,16 +49,16 @@ class Slot:
         object.__setattr__(self, "key", (self.kind, id(self.owner), self.name))
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that was stored here before a step still is, for slots that can get another tensor."""
+        """Whether a tensor that was stored here before a step still is, for places that can get another tensor."""
         if self.kind == "grad":
             return self.owner.grad is tensor
-        return self.kind != "bound" or vars(self.owner).get(self.name) is tensor
+        return self.kind != "attribute" or vars(self.owner).get(self.name) is tensor
 
     def get(self, tensors: CallTensors) -> torch.Tensor:
         """The tensor that is stored here now.
 
         Args:
-            tensors: of the present call, for slots in the batch and the extras.
+            tensors: of the present call, for places in the batch and the extras.
         """
         if self.kind == "tensor":
             found = self.owner
@@ -68,7 +68,7 @@ class Slot:
             found = self.owner._buffers[self.name]
         elif self.kind == "state":
             found = self.owner[self.name]
-        elif self.kind == "bound":
+        elif self.kind == "attribute":
             found = vars(self.owner)[self.name]
         else:
             found = (tensors.batch if self.kind == "batch" else tensors.extras)[int(self.name)]
@@ -76,9 +76,9 @@ class Slot:
         return found
 
 
-def is_state(source: object) -> TypeGuard[Slot]:
+def is_state(source: object) -> TypeGuard[TensorPlace]:
     """Whether this is the location of a tensor that stays the same object: a parameter, say."""
-    return isinstance(source, Slot) and source.kind == "tensor"
+    return isinstance(source, TensorPlace) and source.kind == "tensor"
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Returned:
     """Where a value comes from that the step returns.
 
     Attributes:
         spec: the structure of nested containers.
-        leaves: for each leaf the position of an output, a slot to read, a number that is read, or a tuple of one
+        leaves: for each leaf the position of an output, a place to read, a number that is read, or a tuple of one
             constant.
     """
 
     spec: TreeSpec
-    leaves: tuple[int | Slot | Computed | tuple[Any], ...]
+    leaves: tuple[int | TensorPlace | Computed | tuple[Any], ...]

@@ -1,4 +1,4 @@
-"""`CachedCall`: a traced call of a step, described as a call of its executable."""
+"""`TracedCall`: a traced call of a step, described as a call of its executable."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from xla_adapters.replay.attribute_changes import HostChange
+from xla_adapters.replay.attribute_changes import AttributeChange
 from xla_adapters.replay.batch_reads import BatchReads
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
-from xla_adapters.replay.number_inputs import Number, Update
+from xla_adapters.replay.number_inputs import HostUpdate, Number
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
-from xla_adapters.replay.tensor_places import Kept, Slot, is_state
+from xla_adapters.replay.tensor_places import Returned, TensorPlace, is_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,25 +22,25 @@ class GraphValues:
     """Where the inputs of the executable come from, and where its outputs go.
 
     Attributes:
-        sources: for each input a slot, `"seed"` (the device's random seed), or a Python number.
-        targets: for each output the slots that it is written to.
+        sources: for each input a place, `"seed"` (the device's random seed), or a Python number.
+        targets: for each output the places that it is written to.
         donated: positions in `sources` whose buffers the executable reuses.
-        elsewhere: the slots of tensors that are read or written in place, and are part neither of the state nor of the
+        elsewhere: the places of tensors that are read or written in place, and are part neither of the state nor of the
             batch (gradients, say).
-        kept: the values that the step returns, by name.
+        returned: the values that the step returns, by name.
     """
 
-    sources: list[Slot | str | Number]
-    targets: list[list[Slot]]
+    sources: list[TensorPlace | str | Number]
+    targets: list[list[TensorPlace]]
     donated: list[int]
-    elsewhere: list[Slot]
-    kept: dict[str, Kept]
+    elsewhere: list[TensorPlace]
+    returned: dict[str, Returned]
 
     @cached_property
     def state(self) -> list[torch.Tensor]:
         """The tensors that the executable reads or writes, each once. Without those of a batch and gradients."""
         read = [source.owner for source in self.sources if is_state(source)]
-        written = [slot.owner for slots in self.targets for slot in slots if is_state(slot)]
+        written = [place.owner for places in self.targets for place in places if is_state(place)]
         return list({id(tensor): tensor for tensor in (*read, *written)}.values())
 
 
@@ -66,16 +66,30 @@ class HostEffects:
     Attributes:
         optimizers: the host math of those that step, in the order of their updates.
         attributes: plain attributes that the step changes.
-        rebound: keys of the `"bound"` slots that get a new tensor.
+        reassigned: keys of the places that get a new tensor, not a new value.
     """
 
     optimizers: list[OptimizerHostMath]
-    attributes: list[HostChange]
-    rebound: set[tuple[str, int, str | int]]
+    attributes: list[AttributeChange]
+    reassigned: set[tuple[str, int, str | int]]
+
+    def reason_to_trace(self) -> str | None:
+        """Why the next call may do other things on the host, in words; None if it does the same."""
+        changing: list[OptimizerHostMath | AttributeChange] = [*self.optimizers, *self.attributes]
+        return next((reason for item in changing if (reason := item.reason_to_trace()) is not None), None)
+
+    def difference(self, earlier: HostEffects) -> str | None:
+        """How these differ from those of the call before, in words; None if a replay does both."""
+        if self.reassigned != earlier.reassigned or len(self.attributes) != len(earlier.attributes):
+            return "other attributes were changed than in the call before"
+        for mine, theirs in zip(self.attributes, earlier.attributes, strict=True):
+            if not mine.agree(theirs):
+                return f"{type(mine.owner).__name__}.{mine.name} was changed otherwise than in the call before"
+        return None
 
 
 @dataclass(eq=False)
-class CachedCall:
+class TracedCall:
     """One traced call of a step: everything that a replay of it does. Two calls that agree can be replayed.
 
     Attributes:
@@ -85,7 +99,7 @@ class CachedCall:
         snapshot: the modules and other objects that the graph depends on.
         updates: the optimizers' host math of this call, or of its last replay.
         unrepeatable: what this call did that a replay cannot do; empty if nothing.
-        sharing: which tensors of the state, and at the slots elsewhere, shared their storage, as `groups`.
+        sharing: which tensors of the state, and at the places elsewhere, shared their storage, as `groups`.
         graph: the name of the graph.
         reads: what is read in the step, if that is noted.
         executable: its name; empty until the call was executed.
@@ -97,7 +111,7 @@ class CachedCall:
     gradients: GradientChanges
     host: HostEffects
     snapshot: ModuleSnapshot
-    updates: list[Update]
+    updates: list[HostUpdate]
     unrepeatable: str
     sharing: tuple[int, ...]
     graph: bytes
@@ -107,9 +121,9 @@ class CachedCall:
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def kept(self) -> dict[str, Kept]:
+    def returned(self) -> dict[str, Returned]:
         """The values that the step returns, by name."""
-        return self.values.kept
+        return self.values.returned
 
     @cached_property
     def identity(self) -> Hashable:
@@ -119,13 +133,13 @@ class CachedCall:
     def _state_key(self) -> tuple[Hashable, ...]:
         gradients = self.gradients
         before = tuple((id(leaf), was_there) for leaf, was_there in gradients.before)
-        return tuple(self.values.donated), tuple(map(id, gradients.dropped)), before, frozenset(self.host.rebound)
+        return tuple(self.values.donated), tuple(map(id, gradients.dropped)), before, frozenset(self.host.reassigned)
 
     def _results_key(self) -> tuple[Hashable, ...]:
         return (
             repr(_keys(self.values.targets)),
             frozenset(self.gradients.created),
-            repr(self._kept_keys()),
+            repr(self._returned_keys()),
             self._reads_key,
         )
 
@@ -133,8 +147,11 @@ class CachedCall:
     def _reads_key(self) -> Hashable:
         return None if self.reads is None else self.reads.key
 
-    def _kept_keys(self) -> dict[str, Any]:
-        return {name: (kept.spec, [_key(leaf) for leaf in kept.leaves]) for name, kept in self.values.kept.items()}
+    def _returned_keys(self) -> dict[str, Any]:
+        return {
+            name: (returned.spec, [_key(leaf) for leaf in returned.leaves])
+            for name, returned in self.values.returned.items()
+        }
 
     @cached_property
     def numbers(self) -> list[Number]:
@@ -157,9 +174,9 @@ class CachedCall:
 
     @cached_property
     def _remembered(self) -> list[int]:
-        return sorted({leaf for value in self.kept.values() for leaf in value.leaves if isinstance(leaf, int)})
+        return sorted({leaf for value in self.returned.values() for leaf in value.leaves if isinstance(leaf, int)})
 
-    def difference(self, other: CachedCall) -> str | None:
+    def difference(self, other: TracedCall) -> str | None:
         """How this call differs from an earlier one, in words; None if a replay of one is a replay of the other.
 
         Args:
@@ -179,28 +196,18 @@ class CachedCall:
             return "other gradients exist than before the last call"
         if any(now.takes_another_course(before) for now, before in zip(self.updates, other.updates, strict=True)):
             return "the optimizer took another course than in the call before"
-        if self._kept_keys() != other._kept_keys():
+        if self._returned_keys() != other._returned_keys():
             return "the step returns other things than in the call before"
         if self._reads_key != other._reads_key:
             return "other values are read in the step than in the call before"
-        return self._host_difference(other)
-
-    def _host_difference(self, other: CachedCall) -> str | None:
-        if self.host.rebound != other.host.rebound or len(self.host.attributes) != len(other.host.attributes):
-            return "other attributes were changed than in the call before"
-        for mine, theirs in zip(self.host.attributes, other.host.attributes, strict=True):
-            if not mine.agree(theirs):
-                return f"{type(mine.owner).__name__}.{mine.name} was changed otherwise than in the call before"
-        if len(self.snapshot.modules) != len(other.snapshot.modules):
-            return "other modules were called than in the call before"
-        return other.snapshot.changed()
+        return self.host.difference(other.host) or other.snapshot.changed_until(self.snapshot)
 
 
 def _key(source: Any) -> Any:
-    if isinstance(source, Slot):
+    if isinstance(source, TensorPlace):
         return source.key
     return ("number", str(source.value.dtype), source.of_update) if isinstance(source, Number) else source
 
 
-def _keys(targets: list[list[Slot]]) -> list[list[Any]]:
-    return [sorted(map(repr, (slot.key for slot in slots))) for slots in targets]
+def _keys(targets: list[list[TensorPlace]]) -> list[list[Any]]:
+    return [sorted(map(repr, (place.key for place in places))) for places in targets]

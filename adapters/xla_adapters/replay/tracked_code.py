@@ -25,7 +25,7 @@ class TrackedCode:
             globals and closure variables that they name are guarded.
 
     Attributes:
-        obstacle: what a replay would skip or get wrong, with file and line; None if nothing.
+        reason: what a replay would skip or get wrong, with file and line; None if nothing.
         generation: how often something that the code reads has changed.
         change: what changed before the present step, in words, or None.
     """
@@ -40,7 +40,7 @@ class TrackedCode:
         self._framework = framework
         self._examine = examine
         self._promised = promised
-        self.obstacle: str | None = None
+        self.reason: str | None = None
         self.generation = 0
         self.change: str | None = None
         self._changes = 0
@@ -78,7 +78,7 @@ class TrackedCode:
         else:
             # Capturing each step costs more than only tracing it.
             self._pause = _PAUSE
-            self.obstacle = self.obstacle or f"before each of {_UNSTEADY} steps in a row, {self.change}"
+            self.reason = self.reason or f"before each of {_UNSTEADY} steps in a row, {self.change}"
         return self.change
 
     def look_again(self) -> None:
@@ -93,6 +93,6 @@ class TrackedCode:
         else:
             self._verdict = analyze(self._examine, self._framework)
             self._guards = [self._verdict.guards]
-        self.obstacle = self._verdict.reason
-        if self.obstacle is not None:
+        self.reason = self._verdict.reason
+        if self.reason is not None:
             self._verdict.guards.release()

@@ -35,7 +35,7 @@ def accept_placements(model: torch.nn.Module) -> list[str]:
     """Replaces DTensors of a model by plain tensors on the devices, sharded as they were placed.
 
     A plan made afterwards keeps their sharding (`keep_user_sharding`); replicated ones may be sharded by the plan.
-    Works in place. Create the optimizer afterwards: an older one holds the former parameters.
+    Works in place. Create the optimizer afterwards: an older one holds the parameters from before.
 
     Args:
         model: its DTensors may be torch's own (on a mesh of as many devices as there are here; gathered by a collective

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from xla_adapters.tools.check_facts import Compile, Facts, LoaderFacts, Place, Told
-from xla_adapters.tracing.remedies import way_out
+from xla_adapters.tracing.remedies import remedy_of
 
 # A smaller share of padding is not worth a change.
 _PADDING = 0.25
@@ -106,8 +106,8 @@ def _graph_break(told: Told) -> Finding:
     first, _, rest = told.message.partition("\n")
     kind, _, what = first.partition(" inside the step ")
     cost = next((line.strip() for line in rest.splitlines() if line.strip().startswith("cost:")), "")
-    ways = next((line.strip() for line in rest.splitlines() if line.strip().startswith("ways out:")), "")
-    to_do, patch = ways.removeprefix("ways out: ").removeprefix("(1) ").partition("; (2)")[0], ""
+    ways = next((line.strip() for line in rest.splitlines() if line.strip().startswith("remedies:")), "")
+    to_do, patch = ways.removeprefix("remedies: ").removeprefix("(1) ").partition("; (2)")[0], ""
     if kind in ("tensor read", "device sync"):
         better, patch = read_remedy(source_of(told.place))
         to_do = better or to_do
@@ -132,7 +132,7 @@ def _host_operators(facts: Facts) -> Iterator[Finding]:
             place=item.place,
             details="the device has no kernel for it: the step stops there, copies the inputs to the host and the "
             "result back, in each step",
-            to_do=way_out(item.names)
+            to_do=remedy_of(item.names)
             or "compute it in the dataset if it needs no weights, or with operators that the device has",
         )
 

@@ -25,7 +25,7 @@ from xla_adapters.runtime import Metrics, get_runtime, prepare
 from xla_adapters.tools.check_facts import Compile, DtypeUse, Facts, HostOperator, LoaderFacts, Place, StepFacts, Told
 from xla_adapters.tools.user_script import FilesWritten, Hand, Stop, put_in, run_command, skipping_saves, warning_only
 from xla_adapters.tracing.graph_history import GraphHistory, StepSignature
-from xla_adapters.tracing.operation_log import Call, OperationLog, Update
+from xla_adapters.tracing.operation_log import Call, OperationLog, UpdateCall
 from xla_adapters.tracing.scope_report import ScopeReport
 from xla_adapters.tracing.step import Step
 from xla_adapters.utils.child_process import Asked
@@ -250,7 +250,7 @@ class Watch:
     def _end(self, name: str, report: ScopeReport) -> None:
         step = self._step(name)
         step.calls += 1
-        if step.updates or any(isinstance(entry, Update) for entry in report.operations.entries):
+        if step.updates or any(isinstance(entry, UpdateCall) for entry in report.operations.entries):
             step.updates += 1
             self.when_training_step_ends()
         now = get_runtime().counters.metrics()

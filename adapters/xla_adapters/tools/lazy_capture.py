@@ -172,10 +172,10 @@ class LazyStepCapture(StepCapture):
         """Lowers the graph, unless it is known; returns how its results are cut, by number, where that is known."""
         runtime, shardings = self._runtime, self._shardings
         inputs = shardings.all()
-        former = {runtime.lazy.tensor_number(entry.tensor): entry.former for entry in undo_log.entries()}
-        former = {number: value for number, value in former.items() if number in outputs}
-        held = {number: self._handle(value) for number, value in former.items()}
-        inputs |= {held[number]: value for number, value in former.items()}
+        before = {runtime.lazy.tensor_number(entry.tensor): entry.before_step for entry in undo_log.entries()}
+        before = {number: value for number, value in before.items() if number in outputs}
+        held = {number: self._handle(value) for number, value in before.items()}
+        inputs |= {held[number]: value for number, value in before.items()}
         tiles = {
             number: shardings.of(inputs[handle]) for number, handle in held.items() if shardings.knows(inputs[handle])
         }
@@ -213,7 +213,7 @@ class LazyStepCapture(StepCapture):
 
     def _named(self, undo_log: UndoLog, inputs: Mapping[int, torch.Tensor]) -> dict[int, str]:
         """Names of inputs by their handles."""
-        values = {id(entry.tensor): self._handle(entry.former) for entry in undo_log.entries()}
+        values = {id(entry.tensor): self._handle(entry.before_step) for entry in undo_log.entries()}
         names = {made: name for made, name in self._on_device.items() if made in inputs}
         for tensor, name in named_tensors(undo_log, self._runtime):
             names[values.get(id(tensor)) or self._handle(tensor)] = name
@@ -226,7 +226,7 @@ class LazyStepCapture(StepCapture):
 
 def _tiles_of_leaf(leaf: torch.Tensor, undo_log: UndoLog, shardings: Shardings) -> TileAssignment | None:
     """How a parameter is cut, also one that the step has updated."""
-    value = next((entry.former for entry in undo_log.entries() if entry.tensor is leaf), leaf)
+    value = next((entry.before_step for entry in undo_log.entries() if entry.tensor is leaf), leaf)
     return shardings.of(value) if shardings.knows(value) else None
 
 

@@ -83,7 +83,7 @@ class PlaceholderStepCapture(StepCapture):
         names = {key: name for key, (_, name) in self._on_device.items()}
         names |= {id(tensor): name for tensor, name in named_tensors(scope.undo_logs()[-1], self._runtime)}
         places = {id(argument): number for number, argument in enumerate(arguments)}
-        return {places[id(item.stand_in)]: names[id(item.tensor)] for item in scope.adopted if id(item.tensor) in names}
+        return {places[id(item.stand_in)]: names[id(item.tensor)] for item in scope.inputs if id(item.tensor) in names}
 
 
 class _Valueless(TorchFunctionMode):

@@ -193,7 +193,7 @@ class StepCapture(ABC):
         """Notes the name of a tensor of the batch that is on the device."""
 
     def _replacements(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-        """Further functions that are replaced: owner, name, and what makes another of the former."""
+        """Further functions that are replaced: owner, name, and what makes another of the present one."""
         return []
 
     # ---- what is replaced ------------------------------------------------------------------------

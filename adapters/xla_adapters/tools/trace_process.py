@@ -253,7 +253,7 @@ def _train(training: bytes, number: int, device: str, hand: Hand) -> None:
 
 
 @dataclass(frozen=True)
-class Loops:
+class TracedLoops:
     """What trainers that are put in do: their loops run until the graphs of their steps are taken.
 
     Args:
@@ -302,7 +302,7 @@ def trace(folder: Path, run: Callable[[Hand], object], request: Request) -> Trac
         change=adding_to(traced.changed),
         skip=adding_to(traced.skipped),
         sharding=request.sharding,
-        loops=Loops(capture),
+        loops=TracedLoops(capture),
         has_values=False,
     )
     with capture.capturing(), _options_for(request.generation):

@@ -1,4 +1,4 @@
-"""`Answers`: answers the reads of known libraries in one step without a break of its graph, where that is possible."""
+"""`AllowedReads`: reads that known libraries may make in a step, with results that need no break of its graph."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from xla_adapters.utils.torch_modes import device_type
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
-NO_ANSWER: Final = object()
+NO_RESULT: Final = object()
 _FOR_MESSAGES = frozenset({_Tensor.__format__, _Tensor.__repr__})
 _UPLOADS = frozenset({_Tensor.to, torch.tensor, torch.as_tensor, torch.scalar_tensor})
 
 
 class Breaks(Protocol):
-    """What handles a read that has no answer; `GraphBreaks` does."""
+    """What handles a read that has no result here; `GraphBreaks` does."""
 
     found: bool
 
@@ -45,21 +45,21 @@ class Breaks(Protocol):
         """An operation is about to be called whose result has a shape that depends on the tensor's values."""
 
 
-class Answers:
-    """Answers reads in one step.
+class AllowedReads:
+    """Gives the reads of known libraries in one step their results.
 
     - A value that the integers of the batch determine is computed on the host: at once, exactly.
     - Other numbers that `.item()` reads are deferred until after the step; see `DeferredNumber`.
     - Everything else decides what the library does next: the step is executed in two parts.
 
     Args:
-        reads: which libraries' reads are answered.
+        reads: which libraries may read.
         breaks: handles all other reads.
         runtime: the runtime.
 
     Attributes:
         deferred: the numbers that are read after the step.
-        noted: notes what is read on the host; None if the step will not be replayed. An answer that is not noted
+        noted: notes what is read on the host; None if the step will not be replayed. A result that is not noted
             counts as a break (`breaks.found`), because a replay would take what this batch has for that of every batch.
     """
 
@@ -124,7 +124,7 @@ class Answers:
         return self._reads.host_values.copied(source)
 
     def note_reads(self, *, keeps_numbers: bool) -> None:
-        """Notes how the answers depend on the batch, for replays of the step.
+        """Notes how the results depend on the batch, for replays of the step.
 
         Args:
             keeps_numbers: whether the numbers that are read for logs are among what the step returns. Otherwise a step
@@ -134,7 +134,7 @@ class Answers:
         self._keeps_numbers = keeps_numbers
 
     def _notes(self, *, logs: bool) -> ReadsOnHost | None:
-        """What notes an answer; None if it is not noted.
+        """What notes a result; None if it is not noted.
 
         Args:
             logs: whether the library reads in order to log.
@@ -142,10 +142,10 @@ class Answers:
         return self.noted if self._keeps_numbers or not logs else None
 
     def read(self, function: _CALL, what: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The result of a call that reads the value of a tensor; `NO_ANSWER` if it is not a library's."""
+        """The result of a call that reads the value of a tensor; `NO_RESULT` if it is not a library's."""
         if not self._reads.is_asked():
             defers = self._reads.defers_all and function is _Tensor.item and args[0].numel() == 1
-            return NO_ANSWER if not defers or self._breaks.ends() else self.deferred.read(args[0])
+            return NO_RESULT if not defers or self._breaks.ends() else self.deferred.read(args[0])
         tensor, values = args[0], self._reads.host_values
         logs = self._reads.reader() is not None
         # A floating point number that is logged is deferred.
@@ -169,17 +169,17 @@ class Answers:
         return self._executing(function, args, kwargs)
 
     def _unknown_to_layers(self, function: _CALL, tensor: torch.Tensor) -> Any:
-        """What layers read that the host does not know; `NO_ANSWER` unless it is for a message, a check or a clamp."""
+        """What layers read that the host does not know; `NO_RESULT` unless it is for a message, a check or a clamp."""
         if function in _FOR_MESSAGES:
             return f"(a tensor of the step, {tuple(tensor.shape)}, {tensor.dtype})"
         frame = self._reads.reading_frame()
         if frame is None or function not in (_Tensor.__bool__, _Tensor.item) or tensor.dtype is not torch.bool:
-            return NO_ANSWER
+            return NO_RESULT
         if only_clamps(frame):
             return False
         passing = value_that_passes(frame)
         if passing is None:
-            return NO_ANSWER
+            return NO_RESULT
         # Replays look at no checks.
         self._breaks.found = True
         self.deferred.expect(tensor, passing, f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
@@ -188,7 +188,7 @@ class Answers:
     def dynamic(
         self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any], what: str, tensor: torch.Tensor
     ) -> Any:
-        """The result of a call whose shape depends on values; `NO_ANSWER` if it is not a library's.
+        """The result of a call whose shape depends on values; `NO_RESULT` if it is not a library's.
 
         Args:
             function: what is called.
@@ -198,13 +198,13 @@ class Answers:
             tensor: whose values the shape depends on.
         """
         if not self._reads.is_asked():
-            return NO_ANSWER
+            return NO_RESULT
         values = self._reads.host_values
         logs = self._reads.reader() is not None
         of_floats = any(isinstance(value, _Tensor) and value.is_floating_point() for value in args)
         computation = None if logs and of_floats else values.call(function, args, kwargs)
         if computation is None and not logs:
-            return NO_ANSWER
+            return NO_RESULT
         self._breaks.found |= self._notes(logs=logs) is None
         if computation is not None:
             return self._uploaded(computation)

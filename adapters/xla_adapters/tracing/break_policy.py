@@ -9,7 +9,7 @@ from types import CodeType
 from xla_adapters.config import OnGraphBreak
 from xla_adapters.errors import GRAPH_BREAK_ERRORS, BreakKind, GraphBreakError, GraphBreakWarning
 from xla_adapters.runtime import Runtime
-from xla_adapters.tracing.remedies import way_out
+from xla_adapters.tracing.remedies import remedy_of
 from xla_adapters.utils.location import Location, current_location, stack_frames, warn_at
 
 _SAVING_FILES = (
@@ -48,7 +48,7 @@ _READY_COST = (
     "the value is computed already, so no graph would be split, but the host waits for the device in the middle of "
     "the step and copies the value: the device idles once per step"
 )
-_WAYS_OUT = {
+_REMEDIES = {
     BreakKind.TENSOR_READ: "read it after the step{hint}, or keep it on the device (torch.where instead of `if`, "
     "an accumulating tensor instead of a Python sum)",
     BreakKind.CHECKPOINT_SAVE: "save after the step{hint}",
@@ -199,7 +199,7 @@ class BreakPolicy:
 
     def _message(self, found: Break) -> str:
         cost = _READY_COST if found.ready else _COSTS[found.kind]
-        first = way_out(found.operators or (found.what,)) or _WAYS_OUT[found.kind].format(hint=self.hint)
+        first = remedy_of(found.operators or (found.what,)) or _REMEDIES[found.kind].format(hint=self.hint)
         second = (
             "this is reported once per line"
             if self.mode == "warn"
@@ -212,14 +212,14 @@ class BreakPolicy:
                 f"  where: {found.location if found.location is not None else 'no Python line (inside an operator)'}"
                 f"{backward}\n"
                 f"  cost: nothing of the step is computed before its end\n"
-                f"  way out: {first}"
+                f"  remedy: {first}"
             )
         return (
             f"{found.kind.value} inside the step {self.step_name!r}: {found.what}\n"
             f"  where: {found.location if found.location is not None else 'no Python line (inside an operator)'}"
             f"{backward}\n"
             f"  cost: {cost.format(pending=_tensors(found.pending))}\n"
-            f"  ways out: (1) {first}; (2) {second}"
+            f"  remedies: (1) {first}; (2) {second}"
         )
 
 

@@ -15,7 +15,7 @@ from xla_adapters.tracing.operation_log import Call, OperationLog
 
 THREAD_NAME = "xla-adapters compile progress"
 # Seconds until the line appears, and between its updates.
-_PATIENCE = 5.0
+_APPEARS_AFTER = 5.0
 _INTERVAL = 1.0
 # Clears the line that the cursor is in; a progress bar there draws itself anew at its next update.
 _CLEAR = "\r\x1b[2K"
@@ -55,7 +55,7 @@ def compile_progress(
 
 def _draw(stream: TextIO, name: str, operations: OperationLog, is_over: threading.Event) -> None:
     started = time.monotonic()
-    if is_over.wait(_PATIENCE):
+    if is_over.wait(_APPEARS_AFTER):
         return
     calls = sum(isinstance(entry, Call) for entry in operations.entries)
     while True:

@@ -148,7 +148,7 @@ def _analyse(
 ) -> GraphAnalysis:
     """Lowers a pending graph to HLO; compiles and executes nothing."""
     cost = cost_of(runtime.executables.text(outputs))
-    parameters = [entry.former for entry in undo_log.entries() if isinstance(entry.tensor, torch.nn.Parameter)]
+    parameters = [entry.before_step for entry in undo_log.entries() if isinstance(entry.tensor, torch.nn.Parameter)]
     return GraphAnalysis(
         hash=graph,
         operations=cost.operations,

@@ -9,7 +9,7 @@ import torch
 
 from xla_adapters.errors import BreakKind, GraphBreakError
 from xla_adapters.runtime import Runtime, RuntimeEvent
-from xla_adapters.tracing.allowed_reads import Answers
+from xla_adapters.tracing.allowed_reads import AllowedReads
 from xla_adapters.tracing.break_policy import Break, BreakPolicy, ProfilerScopes, classify_read, kind_of_error
 from xla_adapters.tracing.forward_lines import ENGINE, failed_call, line_by_name, refused_function
 from xla_adapters.tracing.library_reads import LibraryReads, library_reads
@@ -33,7 +33,7 @@ class GraphBreaks:
         found: whether there was a graph break in the step.
         flushed: whether part of the graph was executed before the end of the step.
         executing: whether the step itself executes its graph: syncs are no graph breaks meanwhile.
-        answers: answers reads of known libraries; None if there are none.
+        allowed_reads: reads that known libraries may make; None if there are none.
         end_early: called before what would break the graph; ends the step if it may end there, and returns whether it
             has ended. Called with True where the break is an error. None if steps end only where their code ends.
     """
@@ -51,7 +51,7 @@ class GraphBreaks:
         self.found = False
         self.flushed = False
         self.executing = False
-        self.answers: Answers | None = None
+        self.allowed_reads: AllowedReads | None = None
         self.end_early: Callable[[bool], bool] | None = None
         self._reads: LibraryReads | None = None
 
@@ -63,10 +63,10 @@ class GraphBreaks:
         """
         self._undo_logs = undo_logs
         self._reads = library_reads()
-        self.answers = None
+        self.allowed_reads = None
         if self._reads is not None:
-            self.answers = Answers(self._reads, self, self._runtime)
-            self._reads.on_host = self.answers.on_host
+            self.allowed_reads = AllowedReads(self._reads, self, self._runtime)
+            self._reads.on_host = self.allowed_reads.on_host
         self._compiles = self._runtime.counters.compile_totals()[0]
         self._on_host = self._runtime.counters.host_operators()
 
@@ -76,10 +76,10 @@ class GraphBreaks:
         Args:
             executed: whether its graph was executed; otherwise the step is discarded.
         """
-        if self.answers is not None and self._reads is not None:
+        if self.allowed_reads is not None and self._reads is not None:
             self._reads.on_host = None
             self._reads.host_values.end_step()
-            deferred, on_host, self.answers = self.answers.deferred, self.answers.noted, None
+            deferred, on_host, self.allowed_reads = self.allowed_reads.deferred, self.allowed_reads.noted, None
             if on_host is not None:
                 on_host.is_open = False
             if executed:
@@ -154,7 +154,7 @@ class GraphBreaks:
         """User code or a library syncs, waits for the device, or opens or closes a profiler scope.
 
         Returns:
-            Whether that is to happen. A known library syncs before it reads; its reads are answered without that.
+            Whether that is to happen. A known library syncs before it reads; its reads are allowed without that.
 
         Raises:
             GraphBreakError: the subclass for the kind, under `on_graph_break="error"`.
@@ -244,8 +244,8 @@ class GraphBreaks:
         """
         operations.was_split = self.flushed
         self._profiler_scopes.refuse_open_ones()
-        if self.answers is not None:
-            self.answers.deferred.before_execution()
+        if self.allowed_reads is not None:
+            self.allowed_reads.deferred.before_execution()
         # After a flush operators run one by one (an optimizer that cannot be traced), some of them on the host.
         names = [] if self.found or self.flushed else self._new_host_operators()
         compiled = self._runtime.counters.compile_totals()[0] > self._compiles

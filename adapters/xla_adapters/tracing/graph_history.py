@@ -311,12 +311,12 @@ def check_graph(
     number = len(history.hashes) + 1
     limit = ""
     if config.max_graphs is not None and number > config.max_graphs:
-        limit, way_out = f"max_graphs={config.max_graphs}", "raise max_graphs"
+        limit, remedy = f"max_graphs={config.max_graphs}", "raise max_graphs"
     elif config.on_recompile == "error" and history.has_graph_of(call[0].phase):
-        limit, way_out = "on_recompile='error'", "choose on_recompile='warn'"
+        limit, remedy = "on_recompile='error'", "choose on_recompile='warn'"
     if limit:
         raise GraphLimitError(
             f"the step {name!r} was about to compile graph number {number}, and {limit}: {history.reason(*call)}\n"
-            f"  or {way_out}. The step was discarded; parameters are as before it."
+            f"  or {remedy}. The step was discarded; parameters are as before it."
         )
     history.hashes.add(graph)

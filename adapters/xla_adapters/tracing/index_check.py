@@ -2,7 +2,7 @@
 
 They say nothing of it. The values of the batch's integers are known on the host (`runtime.transfers`), and so is what
 the step computes from them (`HostValues`). While a step is traced, the indices of lookups are compared with the size of
-what is looked up. Replays do the same with the values of their own batch (`Lookups`).
+what is looked up. Replays do the same with the values of their own batch (`CheckedIndices`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def values_on_host(batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     return {index: upload.values for index, upload in uploads if upload is not None}
 
 
-class Lookups:
+class CheckedIndices:
     """The lookups of a traced step by integers of its batch.
 
     Args:

@@ -1,4 +1,4 @@
-"""`LibraryReads`: reads of known libraries inside a step, answered without a break of its graph if they can be.
+"""`LibraryReads`: reads of known libraries inside a step, which are allowed: without a break of its graph if possible.
 
 A library for plain CPU and CUDA devices reads numbers wherever it likes: to log them, to divide by how many tokens
 there were. Reads of other code are met as `on_graph_break` says.
@@ -38,16 +38,17 @@ _PASSING_ON = ("/transformers/tokenization_utils_base.py", "/transformers/utils/
 
 
 class LibraryReads:
-    """Which libraries' reads are answered, and what is known of the batch on the host.
+    """Which libraries may read in a step, and what is known of the batch on the host.
 
     Args:
-        folders: of the code of libraries that read in order to log. What has no answer is deferred, or splits the step.
-        layers: of the code of libraries of layers. What has no answer is met as that of other code.
+        folders: of the code of libraries that read in order to log. What the host does not know is deferred, or splits
+            the step.
+        layers: of the code of libraries of layers. What the host does not know is met as that of other code.
         defers_all: whether what other code reads by `.item()` is deferred, too.
         layer_classes: the classes of the layers.
 
     Attributes:
-        on_host: in a step, calls a function that computes tensors of the batch's integers; see `Answers.on_host`.
+        on_host: in a step, calls a function that computes tensors of the batch's integers; see `AllowedReads.on_host`.
     """
 
     def __init__(
@@ -132,11 +133,11 @@ def _frame_in(prefixes: tuple[str, ...]) -> FrameType | None:
 def reads_of_packages(
     packages: Iterable[str], model: torch.nn.Module | None, *, defers_all: bool = False
 ) -> LibraryReads | None:
-    """The reads to answer while a model is trained; None if there are none.
+    """The reads to allow while a model is trained; None if there are none.
 
     Args:
         packages: that read in order to log.
-        model: reads by known libraries that its layers come from are answered, too.
+        model: reads by known libraries that its layers come from are allowed, too.
         defers_all: whether what other code reads by `.item()` is deferred, too.
     """
     classes = set() if model is None else set(map(type, model.modules()))
@@ -156,13 +157,13 @@ _present: list[LibraryReads] = []
 
 
 def library_reads() -> LibraryReads | None:
-    """The reads that are answered now; None if none are."""
+    """The reads that are allowed now; None if none are."""
     return _present[-1] if _present else None
 
 
 @contextmanager
-def answering(reads: LibraryReads | None) -> Iterator[None]:
-    """Inside the context, steps answer these reads, and models of transformers compute CTC without one.
+def allowing_reads(reads: LibraryReads | None) -> Iterator[None]:
+    """Inside the context, steps allow these reads, and models of transformers compute CTC without one.
 
     Args:
         reads: which; None to change nothing.

@@ -64,7 +64,7 @@ class ModuleCall(NamedTuple):
     line: int
 
 
-class Update(NamedTuple):
+class UpdateCall(NamedTuple):
     """A step of an optimizer.
 
     Attributes:
@@ -99,7 +99,7 @@ class OperationLog:
     __slots__ = ("_makers", "entries", "first_node", "was_split")
 
     def __init__(self) -> None:
-        self.entries: list[Call | ModuleCall | Update] = []
+        self.entries: list[Call | ModuleCall | UpdateCall] = []
         self.first_node = 0
         self.was_split = False
         # Of calls that made nodes: the first one's number, that after the last one's, and the call.
@@ -189,7 +189,9 @@ class OperationLog:
             leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
             updated = tuple([index for index, leaf in enumerate(leaves) if leaf.grad is not None])
         hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-        self.entries.append(Update(type(optimizer), tuple(options), rates, tuple(numbers), updated, hooks, *_place()))
+        self.entries.append(
+            UpdateCall(type(optimizer), tuple(options), rates, tuple(numbers), updated, hooks, *_place())
+        )
 
 
 def _hooks_of(leaf: torch.Tensor) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ import torch
 
 from xla_adapters.runtime import get_runtime
 from xla_adapters.tracing.list_updates import LISTED
-from xla_adapters.tracing.operation_log import Call, ModuleCall, OperationLog, Update
+from xla_adapters.tracing.operation_log import Call, ModuleCall, OperationLog, UpdateCall
 from xla_adapters.utils.location import argument_text, place_text
 
 TENSOR_REMEDY = (
@@ -59,7 +59,7 @@ UPDATED_REMEDY = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class RecompileCause:
     """Why two graphs differ.
 
     Attributes:
@@ -79,7 +79,7 @@ class Difference:
         return f"{self.cause}{place}\n  what to do: {self.remedy}"
 
 
-def name_of(entry: Call | ModuleCall | Update) -> str:
+def name_of(entry: Call | ModuleCall | UpdateCall) -> str:
     """What was called, in words."""
     if isinstance(entry, Call):
         name = getattr(entry.function, "__name__", "a call")
@@ -87,7 +87,7 @@ def name_of(entry: Call | ModuleCall | Update) -> str:
     return entry.kind.__name__
 
 
-def line_of(entry: Call | ModuleCall | Update) -> str:
+def line_of(entry: Call | ModuleCall | UpdateCall) -> str:
     """Where, with the text of the line."""
     text = linecache.getline(entry.file, entry.line).strip()
     return place_text(f"{entry.file}:{entry.line}") + (f": {text}" if text else "")
@@ -119,7 +119,7 @@ MAY_BE_INPUTS = TAKES_TENSORS - {"getitem"}
 UPLOADS = frozenset(("tensor", "as_tensor", "scalar_tensor", "new_tensor", "asarray"))
 
 
-def newly_equal(pairs: Sequence[tuple[Any, Any]]) -> Difference | None:
+def newly_equal(pairs: Sequence[tuple[Any, Any]]) -> RecompileCause | None:
     """Two numbers that are equal in one of the calls only: equal numbers share one input of the graph.
 
     They are compared as the device has them. 1 - n is compared, too: operators compute it of a momentum or a decay.
@@ -134,7 +134,7 @@ def newly_equal(pairs: Sequence[tuple[Any, Any]]) -> Difference | None:
         _, _, other, there = numbers[equal if equal < index else was]
         text = f"{shown} in {name_of(entry)} and {other} in {name_of(there)} ({line_of(there)})"
         now = "equal now" if equal < index else "not equal any more"
-        return Difference(
+        return RecompileCause(
             cause=f"{text} are {now}: equal Python numbers share one input of the graph",
             where=line_of(entry),
             remedy="nothing, if it happens once; numbers that often meet can be kept apart by making one of "
@@ -144,14 +144,14 @@ def newly_equal(pairs: Sequence[tuple[Any, Any]]) -> Difference | None:
     return None
 
 
-def _numbers_of(theirs: Any, mine: Any) -> Iterator[tuple[float, float, str, Call | Update]]:
+def _numbers_of(theirs: Any, mine: Any) -> Iterator[tuple[float, float, str, Call | UpdateCall]]:
     """The numbers of an entry that may be inputs of the graph: the old one and the new one in single precision."""
-    if not isinstance(mine, (Call, Update)) or (isinstance(mine, Update) and mine.kind in LISTED):
+    if not isinstance(mine, (Call, UpdateCall)) or (isinstance(mine, UpdateCall) and mine.kind in LISTED):
         return
     kinds = (int, float) if isinstance(mine, Call) and name_of(mine) in MAY_BE_INPUTS else (float,)
     for old, new in zip(_scalars(theirs.numbers, kinds), _scalars(mine.numbers, kinds), strict=False):
         yield _single(old), _single(new), f"{new!r}", mine
-        if old == new or isinstance(mine, Update):
+        if old == new or isinstance(mine, UpdateCall):
             yield _single(1 - old), _single(1 - new), f"1 - {new!r}", mine
 
 
@@ -168,7 +168,7 @@ def _single(number: float) -> float:
     return single
 
 
-Entry: TypeAlias = Call | ModuleCall | Update
+Entry: TypeAlias = Call | ModuleCall | UpdateCall
 # Their results' shapes depend on values.
 _BY_VALUES = frozenset(
     (
@@ -184,7 +184,7 @@ _BY_VALUES = frozenset(
 )
 
 
-def explain_difference(before: OperationLog, now: OperationLog) -> Difference | None:
+def explain_difference(before: OperationLog, now: OperationLog) -> RecompileCause | None:
     """The first thing that a step does differently; None if the calls of Python are the same.
 
     Args:
@@ -198,7 +198,7 @@ def explain_difference(before: OperationLog, now: OperationLog) -> Difference | 
         return _of_numbers(before.entries, now.entries) or _of_gradients(before.entries, now.entries)
     if isinstance(mine, ModuleCall) and isinstance(theirs, ModuleCall) and mine.kind is theirs.kind:
         return _of_module(theirs, mine)
-    if isinstance(mine, Update) and isinstance(theirs, Update):
+    if isinstance(mine, UpdateCall) and isinstance(theirs, UpdateCall):
         return _of_update(theirs, mine)
     if isinstance(mine, Call) and isinstance(theirs, Call) and _same_place(theirs, mine):
         other_calls = _of_other_calls(before, now, mine) if theirs.numbers == mine.numbers else None
@@ -222,7 +222,7 @@ def _may_be_equal(theirs: Any, mine: Any) -> bool:
     if isinstance(theirs, ModuleCall) and isinstance(mine, ModuleCall):
         return theirs._replace(present=mine.present) == mine
     # A missing state is made before the step computes, and learning rates are inputs.
-    return isinstance(theirs, Update) and isinstance(mine, Update) and not _have_other_constants(theirs, mine)
+    return isinstance(theirs, UpdateCall) and isinstance(mine, UpdateCall) and not _have_other_constants(theirs, mine)
 
 
 def _kinds(numbers: Any) -> Any:
@@ -240,7 +240,7 @@ def _same_place(theirs: Call, mine: Call) -> bool:
     return theirs[:3] == mine[:3]
 
 
-def _of_other_calls(before: OperationLog, now: OperationLog, there: Call) -> Difference | None:
+def _of_other_calls(before: OperationLog, now: OperationLog, there: Call) -> RecompileCause | None:
     """If a line, say that of a library's update of averaged weights, calls other functions than before."""
     old, new = _functions_at(there, before), _functions_at(there, now)
     changes = [
@@ -249,7 +249,7 @@ def _of_other_calls(before: OperationLog, now: OperationLog, there: Call) -> Dif
     if not changes:
         return None
     cause = f"the step takes another path: the line calls {', and '.join(changes)}"
-    return Difference(cause=cause, where=line_of(there), remedy=PATH_REMEDY)
+    return RecompileCause(cause=cause, where=line_of(there), remedy=PATH_REMEDY)
 
 
 def _functions_at(there: Call, log: OperationLog) -> set[str]:
@@ -258,7 +258,7 @@ def _functions_at(there: Call, log: OperationLog) -> set[str]:
     return {name_of(call) for call in calls if (call.file, call.line) == place}
 
 
-def _of_call(theirs: Call, mine: Call) -> Difference:
+def _of_call(theirs: Call, mine: Call) -> RecompileCause:
     name = name_of(mine)
     if theirs.numbers != mine.numbers:
         before, now = _first_different(theirs.numbers, mine.numbers)
@@ -267,51 +267,51 @@ def _of_call(theirs: Call, mine: Call) -> Difference:
     return _of_form(name, theirs, mine) if theirs.form != mine.form else _of_inputs(name, theirs, mine)
 
 
-def _of_inputs(name: str, theirs: Call, mine: Call) -> Difference:
+def _of_inputs(name: str, theirs: Call, mine: Call) -> RecompileCause:
     changes = [item for item in enumerate(zip(theirs.inputs, mine.inputs, strict=False)) if item[1][0] != item[1][1]]
     index, (before, now) = changes[0] if changes else (0, (None, None))
     if before is None or now is None:
-        return Difference(cause=f"{name} gets other arguments", where=line_of(mine), remedy=FORM_REMEDY)
+        return RecompileCause(cause=f"{name} gets other arguments", where=line_of(mine), remedy=FORM_REMEDY)
     text = argument_text(mine.file, mine.line, mine.function, index)
     which, place = f"{text}, which {name} gets," if text else f"a tensor that {name} gets", line_of(mine)
     if before[1] == now[1]:
         cause = f"{which} has another shape: {before[0]} -> {now[0]}"
-        return Difference(cause=cause, where=place, remedy=SHAPE_REMEDY)
+        return RecompileCause(cause=cause, where=place, remedy=SHAPE_REMEDY)
     cause = f"{which} has another dtype: {dtype_of(before[1])} -> {dtype_of(now[1])}"
-    return Difference(cause=cause, where=place, remedy=DTYPE_REMEDY)
+    return RecompileCause(cause=cause, where=place, remedy=DTYPE_REMEDY)
 
 
-def _of_form(name: str, theirs: Call, mine: Call) -> Difference:
+def _of_form(name: str, theirs: Call, mine: Call) -> RecompileCause:
     before, now = theirs.form, mine.form
     if before and now and len(before) == len(now) == 3 and isinstance(before[0], tuple) and isinstance(now[0], tuple):
         if before[0] != now[0]:
             by_values = name in _BY_VALUES and theirs.inputs == mine.inputs
-            return Difference(
+            return RecompileCause(
                 cause=f"the result of {name} has another shape: {before[0]} -> {now[0]}",
                 where=line_of(mine),
                 remedy=VALUES_REMEDY if by_values else SHAPE_REMEDY,
             )
         if before[1] != now[1]:
-            return Difference(
+            return RecompileCause(
                 cause=f"the result of {name} has another dtype: {dtype_of(before[1])} -> {dtype_of(now[1])}",
                 where=line_of(mine),
                 remedy="use the same dtype in each step: check the batch's, and that autocast is on in all or in none",
             )
-        return Difference(
+        return RecompileCause(
             cause=f"the result of {name} {'needs' if now[2] else 'does not need'} a gradient now",
             where=line_of(mine),
             remedy="freeze parameters and choose between grad and no_grad before the training, or expect a compile",
         )
-    return Difference(
+    return RecompileCause(
         cause=f"the result of {name} has another form: {before} -> {now}", where=line_of(mine), remedy=FORM_REMEDY
     )
 
 
-def _of_constant(kind: str, call: Call, before: Any, now: Any) -> Difference:
+def _of_constant(kind: str, call: Call, before: Any, now: Any) -> RecompileCause:
     name = name_of(call)
     if isinstance(before, tuple) and isinstance(now, tuple):
         cause = f"{name} gets {len(now)} values now; it got {len(before)}"
-        return Difference(cause=cause, where=line_of(call), remedy=LENGTH_REMEDY)
+        return RecompileCause(cause=cause, where=line_of(call), remedy=LENGTH_REMEDY)
     may_be_tensor = type(now) in (int, float) and getattr(call.function, "__name__", "").strip("_") in TAKES_TENSORS
     if name == "indexing" and _is_slice(call.numbers):
         remedy = SLICE_REMEDY
@@ -319,14 +319,14 @@ def _of_constant(kind: str, call: Call, before: Any, now: Any) -> Difference:
         remedy = ONE_DTYPE_REMEDY
     else:
         remedy = TENSOR_REMEDY if may_be_tensor else KEPT_REMEDY.format(name=name)
-    return Difference(
+    return RecompileCause(
         cause=f"{kind} that is a part of the graph changed, in {name}: {before!r} -> {now!r}",
         where=line_of(call),
         remedy=remedy,
     )
 
 
-def _of_module(theirs: ModuleCall, mine: ModuleCall) -> Difference:
+def _of_module(theirs: ModuleCall, mine: ModuleCall) -> RecompileCause:
     name, where = mine.kind.__name__, line_of(mine)
     if theirs.training != mine.training:
         modes = {True: "train", False: "eval"}
@@ -344,19 +344,19 @@ def _of_module(theirs: ModuleCall, mine: ModuleCall) -> Difference:
         remedy = HOOKS_REMEDY
     else:
         return _of_path(theirs, mine)
-    return Difference(cause=cause, where=where, remedy=remedy)
+    return RecompileCause(cause=cause, where=where, remedy=remedy)
 
 
-def _of_gradients(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
+def _of_gradients(before: Sequence[Any], now: Sequence[Any]) -> RecompileCause | None:
     for theirs, mine in zip(before, now, strict=False):
         if isinstance(mine, ModuleCall) and theirs.present != mine.present:
             return _of_present(theirs, mine)
     return None
 
 
-def _of_present(theirs: ModuleCall, mine: ModuleCall) -> Difference:
+def _of_present(theirs: ModuleCall, mine: ModuleCall) -> RecompileCause:
     kind = "a" if sum(mine.present) > sum(theirs.present) else "no"
-    return Difference(
+    return RecompileCause(
         cause=f"parameters of {name_of(mine)} have {kind} gradient now",
         where=line_of(mine),
         remedy="drop or keep gradients the same way in each step: zero_grad(set_to_none=True) at the same place, and "
@@ -364,7 +364,7 @@ def _of_present(theirs: ModuleCall, mine: ModuleCall) -> Difference:
     )
 
 
-def _of_update(theirs: Update, mine: Update) -> Difference | None:
+def _of_update(theirs: UpdateCall, mine: UpdateCall) -> RecompileCause | None:
     name = mine.kind.__name__
     if theirs.kind is not mine.kind:
         cause = f"the optimizer is {name} now; it was {theirs.kind.__name__}"
@@ -378,10 +378,10 @@ def _of_update(theirs: Update, mine: Update) -> Difference | None:
             )
         else:
             cause = f"{name} updates {now} parameters now; it updated {before}: the others have no gradient"
-        return Difference(cause=cause, where=line_of(mine), remedy=UPDATED_REMEDY)
+        return RecompileCause(cause=cause, where=line_of(mine), remedy=UPDATED_REMEDY)
     elif theirs.hooks != mine.hooks:
         cause = f"the step of {name} has {mine.hooks} hooks now; it had {theirs.hooks}"
-        return Difference(cause=cause, where=line_of(mine), remedy=HOOKS_REMEDY)
+        return RecompileCause(cause=cause, where=line_of(mine), remedy=HOOKS_REMEDY)
     elif theirs.options != mine.options:
         changed = (
             next(
@@ -395,7 +395,7 @@ def _of_update(theirs: Update, mine: Update) -> Difference | None:
         )
         cause = f"an option of {name} changed: {changed}"
     elif theirs.kind not in LISTED and theirs.rates != mine.rates and _meets_another(theirs) != _meets_another(mine):
-        return Difference(
+        return RecompileCause(
             cause=f"the learning rate of {name} is another, {theirs.rates} -> {mine.rates}: it equals, or equalled, "
             "another number of the update (1 - beta, say), and equal numbers share one input of the graph",
             where=line_of(mine),
@@ -405,26 +405,26 @@ def _of_update(theirs: Update, mine: Update) -> Difference | None:
     else:
         # A state that is missing is made before the step computes.
         return None
-    return Difference(
+    return RecompileCause(
         cause=cause,
         where=line_of(mine),
         remedy="make the optimizer once, with its options; a scheduler may change the learning rate",
     )
 
 
-def _meets_another(update: Update) -> bool:
+def _meets_another(update: UpdateCall) -> bool:
     """Whether a learning rate equals a constant, or a number that the update makes of another option."""
     rates = {rate for rate in update.rates if type(rate) in (int, float)}
     return not rates.isdisjoint({*SPECIAL, *(1 - number for number in update.numbers)})
 
 
-def _of_total(theirs: Entry | None, mine: Entry | None) -> Difference | None:
+def _of_total(theirs: Entry | None, mine: Entry | None) -> RecompileCause | None:
     """If a tensor was added to a Python number, and is added to a tensor now: the second step of a running total."""
     if not (isinstance(theirs, Call) and isinstance(mine, Call)) or theirs.line != mine.line:
         return None
     if [getattr(call.function, "__name__", "") for call in (theirs, mine)] != ["add", "add_"]:
         return None
-    return Difference(
+    return RecompileCause(
         cause="what is added to is a tensor of an earlier step now; it was a Python number (a running total)",
         where=line_of(mine),
         remedy="let it begin as a tensor on the device, torch.zeros((), device=...); or accept one compile",
@@ -432,7 +432,9 @@ def _of_total(theirs: Entry | None, mine: Entry | None) -> Difference | None:
     )
 
 
-def _of_order(before: OperationLog, now: OperationLog, theirs: Entry | None, mine: Entry | None) -> Difference | None:
+def _of_order(
+    before: OperationLog, now: OperationLog, theirs: Entry | None, mine: Entry | None
+) -> RecompileCause | None:
     """If the step makes the same calls in another order."""
     if theirs is None or mine is None or len(before.entries) != len(now.entries):
         return None
@@ -440,22 +442,22 @@ def _of_order(before: OperationLog, now: OperationLog, theirs: Entry | None, min
     if calls[0] != calls[1]:
         return None
     cause = f"the step makes the same calls in another order: it comes to {name_of(mine)}, where it came to "
-    return Difference(cause=cause + name_of(theirs), where=line_of(mine), remedy=ORDER_REMEDY)
+    return RecompileCause(cause=cause + name_of(theirs), where=line_of(mine), remedy=ORDER_REMEDY)
 
 
-def _of_path(theirs: Entry | None, mine: Entry | None) -> Difference:
+def _of_path(theirs: Entry | None, mine: Entry | None) -> RecompileCause:
     there = mine or theirs
     assert there is not None
     was = f"{name_of(theirs)} at {line_of(theirs)}" if theirs is not None else "the end of the step"
     now = name_of(mine) if mine is not None else "the end of the step"
-    return Difference(
+    return RecompileCause(
         cause=f"the step takes another path: it comes to {now}, where it came to {was}",
         where=line_of(there),
         remedy=PATH_REMEDY,
     )
 
 
-def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
+def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> RecompileCause | None:
     """Where only numbers differ, that which is most likely a part of the graph."""
     pairs = list(zip(before, now, strict=False))
     changed = [
@@ -463,7 +465,7 @@ def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
         for theirs, mine in pairs
         if isinstance(mine, Call) and theirs.numbers != mine.numbers
     ]
-    updates = [(theirs, mine) for theirs, mine in pairs if isinstance(mine, Update)]
+    updates = [(theirs, mine) for theirs, mine in pairs if isinstance(mine, UpdateCall)]
     if get_runtime().has_placeholders:
         # Only the numbers of updates are inputs there, and those that the step copies to the device.
         likely = [item for item in changed if name_of(item[0]) not in UPLOADS]
@@ -480,7 +482,7 @@ def _of_numbers(before: Sequence[Any], now: Sequence[Any]) -> Difference | None:
     return next((difference for difference in found if difference is not None), None)
 
 
-def _have_other_constants(theirs: Update, mine: Update) -> bool:
+def _have_other_constants(theirs: UpdateCall, mine: UpdateCall) -> bool:
     """Whether more than numbers that may be inputs of the graph changed: the optimizer, a switch, a decay that is 0."""
     if theirs.kind is not mine.kind or theirs.updated != mine.updated:
         return True

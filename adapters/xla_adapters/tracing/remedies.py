@@ -1,4 +1,4 @@
-"""`way_out`: what to call in a step in place of an operator that cannot be part of its graph."""
+"""`remedy_of`: what to call in a step in place of an operator that cannot be part of its graph."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _RATE = (
 )
 
 # By torch's name of the operator without its overload, or the name of the call.
-_WAYS_OUT: dict[str, str] = {
+_REMEDIES: dict[str, str] = {
     "_fft_r2c": _FFT,
     "_fft_c2c": _FFT,
     "_fft_c2r": _FFT,
@@ -88,11 +88,11 @@ _WAYS_OUT: dict[str, str] = {
 }
 
 
-def way_out(operators: Iterable[str]) -> str | None:
+def remedy_of(operators: Iterable[str]) -> str | None:
     """What to call in place of the first of these operators that has an alternative; None if none has.
 
     Args:
         operators: names of torch's operators, or of calls.
     """
     names = (known for name in operators for known in (name, name.partition(".")[0]))
-    return next((_WAYS_OUT[name] for name in names if name in _WAYS_OUT), None)
+    return next((_REMEDIES[name] for name in names if name in _REMEDIES), None)

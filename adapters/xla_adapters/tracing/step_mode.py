@@ -22,7 +22,7 @@ from xla_adapters.lowerings import (
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.transfers import upload_scalar
-from xla_adapters.tracing.allowed_reads import NO_ANSWER, Answers
+from xla_adapters.tracing.allowed_reads import NO_RESULT, AllowedReads
 from xla_adapters.tracing.index_check import LOOKUPS, IndexCheck
 from xla_adapters.tracing.operand_checks import PRODUCTS, host_tensor_error, refuse_mixed_dtypes
 from xla_adapters.tracing.operation_log import OperationLog, next_node
@@ -79,7 +79,7 @@ MOVES: frozenset[_CALL] = frozenset({_Tensor.to, _Tensor.copy_, _Tensor.type})
 FROM_NUMBERS: frozenset[_CALL] = frozenset({torch.tensor, torch.as_tensor, torch.scalar_tensor})
 # Calls that write some of their arguments in place, and whose name does not end with an underscore.
 _HIDDEN_WRITES: frozenset[_CALL] = frozenset({_Tensor.data.__set__, _Tensor.__setitem__})  # type: ignore[attr-defined]
-# Calls that may change the recorded value itself (see `Values.twin`), as batch norm does.
+# Calls that may change the recorded value itself (see `Values.second_copy`), as batch norm does.
 _WRITE_THROUGH: frozenset[_CALL] = frozenset({_Tensor.__setitem__, write_where_, torch._foreach_copy_})
 NORMALISATIONS: frozenset[_CALL] = frozenset(
     {torch.batch_norm, torch.instance_norm, torch.nn.functional.batch_norm, torch.nn.functional.instance_norm}
@@ -147,7 +147,7 @@ class StepMode(TorchFunctionMode):
         on_dynamic: the same, before an operation whose result has a shape that depends on values.
         on_refusal: called with the name of a call for which the runtime has refused to execute.
         operations: gets every call that was made.
-        answers: answers reads of known libraries; None if there are none.
+        allowed_reads: reads that known libraries may make; None if there are none.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class StepMode(TorchFunctionMode):
         on_dynamic: Callable[[str, torch.Tensor], None],
         on_refusal: Callable[[str], None],
         operations: OperationLog,
-        answers: Answers | None = None,
+        allowed_reads: AllowedReads | None = None,
     ) -> None:
         super().__init__()
         while _passing:
@@ -165,8 +165,8 @@ class StepMode(TorchFunctionMode):
         self.undo_log = undo_log
         self.passes_on = False
         self._operations = operations
-        self._answers = answers
-        self._indices = IndexCheck(notes=answers is None)
+        self._allowed_reads = allowed_reads
+        self._indices = IndexCheck(notes=allowed_reads is None)
         self._on_read = on_read
         self._on_dynamic = on_dynamic
         self._on_refusal = on_refusal
@@ -270,15 +270,15 @@ class StepMode(TorchFunctionMode):
             type(result) is not _Tensor
             or not result.dtype.is_floating_point
             # A part of the batch, perhaps.
-            or (self._answers is not None and not result.requires_grad)
+            or (self._allowed_reads is not None and not result.requires_grad)
         ):
             self._follow(func, args, kwargs, result)
         return result
 
     def _follow(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Follows what the host knows of the batch."""
-        if self._answers is not None:
-            self._answers.note(func, args, kwargs, result)
+        if self._allowed_reads is not None:
+            self._allowed_reads.note(func, args, kwargs, result)
         else:
             self._indices.note(func, args, kwargs, result)
 
@@ -291,10 +291,10 @@ class StepMode(TorchFunctionMode):
             func = self._lowerings[func]
         if func in READS:
             if args[0].device.type == device_type():
-                if self._answers is not None:
-                    answer = self._answers.read(func, READS[func], args, kwargs)
-                    if answer is not NO_ANSWER:
-                        return answer
+                if self._allowed_reads is not None:
+                    result = self._allowed_reads.read(func, READS[func], args, kwargs)
+                    if result is not NO_RESULT:
+                        return result
                 self._on_read(READS[func], args[0])
         elif func is _Tensor.backward:
             return self._backward(*args, **kwargs)
@@ -320,9 +320,9 @@ class StepMode(TorchFunctionMode):
                 args = tuple(
                     self._call(_Tensor.item, (value,), {}) if _is_on_device(value) else value for value in args
                 )
-            answer = self._check_dynamic(func, args, kwargs)
-            if answer is not NO_ANSWER:
-                return answer
+            result = self._check_dynamic(func, args, kwargs)
+            if result is not NO_RESULT:
+                return result
             if func in _EMBEDDINGS and _renorms(func, args, kwargs):
                 self.undo_log.record(args[1], written_through=True)
             if self._is_write(func, kwargs):
@@ -339,22 +339,22 @@ class StepMode(TorchFunctionMode):
         return self._noted(called, args, kwargs, func(*args, **kwargs))
 
     def _check_dynamic(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Reports a call whose result has a shape that depends on values; returns the answer that a library gets."""
+        """Reports a call whose result has a shape that depends on values; returns the result that a library gets."""
         dynamic = self._dynamic(func, args, kwargs)
         if dynamic is None:
-            return NO_ANSWER
-        answer = NO_ANSWER
-        if self._answers is not None:
-            index = self._answers.positions(func, args[0], args[1]) if func in _INDEXING else None
+            return NO_RESULT
+        result = NO_RESULT
+        if self._allowed_reads is not None:
+            index = self._allowed_reads.positions(func, args[0], args[1]) if func in _INDEXING else None
             if index is not None:
                 with self:
                     return func(args[0], index, *args[2:])
             if func in _MASKED_SELECT:
                 return self._select(*args, **kwargs)
-            answer = self._answers.dynamic(func, args, kwargs, *dynamic)
-        if answer is NO_ANSWER:
+            result = self._allowed_reads.dynamic(func, args, kwargs, *dynamic)
+        if result is NO_RESULT:
             self._on_dynamic(*dynamic)
-        return answer
+        return result
 
     def _select(self, input: torch.Tensor, mask: torch.Tensor) -> Any:
         """As `torch.masked_select`, by an index: of that it may be known what it selects."""

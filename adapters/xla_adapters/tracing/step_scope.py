@@ -20,7 +20,7 @@ from xla_adapters.errors import (
     UnsupportedOptionError,
     XLAAdapterError,
 )
-from xla_adapters.open_step import claim_process, open_step, release_process
+from xla_adapters.open_step import begin_only_step, end_only_step, open_step
 from xla_adapters.runtime import Runtime, RuntimeEvent, get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.rng import StepSeed
@@ -184,10 +184,10 @@ class StepScope:
             self._outer_undo_log = outer._mode.undo_log
             self._undo_log = outer._mode.undo_log = UndoLog(self._runtime, enclosing=self._outer_undo_log)
             return
-        # Ctrl-C below would leave the process claimed.
+        # Ctrl-C below would leave the process to a step that has ended.
         self._interrupts.install()
         try:
-            claim_process(self)
+            begin_only_step(self)
             self._is_open = True
             self._runtime.device.initialize()
             with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -237,7 +237,7 @@ class StepScope:
             raise
         self._executed = True
         self._stop_tracing()
-        self._undo_log.retire()
+        self._undo_log.free_later()
         self._interrupts.finish()
         return report
 
@@ -397,7 +397,7 @@ class StepScope:
         try:
             self._restores.close()
         finally:
-            release_process(self)
+            end_only_step(self)
 
     def _merge_inner_logs(self) -> None:
         if self._mode is not None:
@@ -419,7 +419,7 @@ class StepScope:
         # Until the body ends: a capture notes which functions torch's namespaces hold.
         self._list_updates = self._lists.enter_context(self._updates_of_lists())
         told = (self._breaks.on_read, self._breaks.on_dynamic, self._breaks.on_refusal)
-        self._mode = StepMode(undo_log, *told, self.operations, self._breaks.answers)
+        self._mode = StepMode(undo_log, *told, self.operations, self._breaks.allowed_reads)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     @at_edge

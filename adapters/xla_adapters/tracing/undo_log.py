@@ -25,20 +25,20 @@ class TensorEntry:
         tensor: on the device or the host.
         value: what it held before the step.
         on_device: whether it is on the device.
-        twin: a second copy of the value, if an operation may have written `value` itself.
+        second_copy: of the value, if an operation may have written `value` itself.
         was_pending: whether the value was not computed yet when it was recorded.
     """
 
     tensor: torch.Tensor
     value: torch.Tensor
     on_device: bool
-    twin: torch.Tensor | None = None
+    second_copy: torch.Tensor | None = None
     was_pending: bool = False
 
     @property
-    def former(self) -> torch.Tensor:
+    def before_step(self) -> torch.Tensor:
         """The value before the step, as the step's graph reads it."""
-        return self.value if self.twin is None else self.twin
+        return self.value if self.second_copy is None else self.second_copy
 
 
 @dataclass
@@ -70,12 +70,12 @@ class _OptimizerEntry:
     groups: list[dict[str, Any]]
 
 
-_retired: list[torch.Tensor | None] = []
+_to_free: list[torch.Tensor | None] = []
 
 
-def release_retired() -> None:
+def free_replaced_values() -> None:
     """Frees the replaced values of the last executed step; may wait for the device."""
-    _retired.clear()
+    _to_free.clear()
 
 
 class UndoLog:
@@ -104,17 +104,17 @@ class UndoLog:
 
         Args:
             tensor: on the device or the host.
-            written_through: the operation may change the recorded value itself; see `Values.twin`.
+            written_through: the operation may change the recorded value itself; see `Values.second_copy`.
         """
         entry = self._tensors.get(id(tensor))
         if entry is not None:
             if (
                 written_through
                 and entry.on_device
-                and entry.twin is None
+                and entry.second_copy is None
                 and not self._runtime.tracing.is_pending(entry.value)
             ):
-                entry.twin = self._runtime.values.twin(entry.value)
+                entry.second_copy = self._runtime.values.second_copy(entry.value)
             return
         base = tensor._base
         if base is not None:
@@ -134,8 +134,8 @@ class UndoLog:
                 # now, the first step would be another graph than the later ones.
                 self._runtime.spmd.annotate_whole(tensor)
             value = self._runtime.values.snapshot(tensor)
-            twin = self._runtime.values.twin(value) if written_through else None
-            self._tensors[id(tensor)] = TensorEntry(tensor, value, True, twin, pending)
+            second_copy = self._runtime.values.second_copy(value) if written_through else None
+            self._tensors[id(tensor)] = TensorEntry(tensor, value, True, second_copy, pending)
         elif tensor.device.type == "cpu":
             self._tensors[id(tensor)] = TensorEntry(tensor, tensor.detach().clone(), False)
 
@@ -236,7 +236,7 @@ class UndoLog:
         """The optimizers that stepped."""
         return [entry.optimizer for entry in self._optimizers.values()]
 
-    def rebound_buffers(self) -> list[tuple[torch.nn.Module, str, torch.Tensor | None]]:
+    def reassigned_buffers(self) -> list[tuple[torch.nn.Module, str, torch.Tensor | None]]:
         """Buffers that were assigned another tensor: module, name, and the tensor before the step."""
         return [
             (entry.module, name, before)
@@ -298,14 +298,14 @@ class UndoLog:
                 if self._runtime.tracing.is_pending(grad):
                     leaf.grad = grad.clone()
 
-    def retire(self) -> None:
+    def free_later(self) -> None:
         """Clears the log of a step that was executed.
 
         The old values are freed after the next step was handed to the device. To free a buffer that the running step
         still uses would wait for that step, and the next one could not be traced meanwhile.
         """
-        global _retired
-        _retired = [value for entry in self._tensors.values() for value in (entry.value, entry.twin)]
+        global _to_free
+        _to_free = [value for entry in self._tensors.values() for value in (entry.value, entry.second_copy)]
         self.clear()
 
     def clear(self) -> None:
@@ -348,8 +348,8 @@ class UndoLog:
         runtime = self._runtime
         with torch.no_grad():
             for item in self._tensors.values():
-                if item.twin is not None:
-                    runtime.values.rewrite(item.value, item.twin)
+                if item.second_copy is not None:
+                    runtime.values.rewrite(item.value, item.second_copy)
         changed = [
             item
             for item in self._tensors.values()
@@ -425,15 +425,17 @@ def own_buffers_for_update(undo_log: UndoLog, runtime: Runtime) -> list[torch.Te
         The tensors that the step updates.
     """
     written, others = undo_log.pending_entries()
-    copied = [entry.tensor for entry in others if not runtime.values.holds(entry.tensor, entry.value, entry.twin)]
+    copied = [
+        entry.tensor for entry in others if not runtime.values.holds(entry.tensor, entry.value, entry.second_copy)
+    ]
     buffers = runtime.shared_buffers if runtime.has_shared_buffers else None
     if buffers is not None and copied:
         # They became copies in this step, and share the buffer of the tensor they were copied from.
-        buffers.give_own_buffers([entry.former for entry in written], copied)
+        buffers.give_own_buffers([entry.before_step for entry in written], copied)
     if buffers is not None and buffers.copies_made():
         unknown = [entry for entry in written if buffers.is_unknown(entry.tensor, entry.value)]
-        if unknown and buffers.give_own_buffers([entry.former for entry in unknown]):
-            buffers.free_for_results([entry.former for entry in unknown], [entry.tensor for entry in unknown])
+        if unknown and buffers.give_own_buffers([entry.before_step for entry in unknown]):
+            buffers.free_for_results([entry.before_step for entry in unknown], [entry.tensor for entry in unknown])
     grads = [leaf.grad for leaf, before in undo_log.leaves() if leaf.grad is not None and leaf.grad is not before]
     return [*(entry.tensor for entry in written), *(grad for grad in grads if runtime.tracing.is_pending(grad))]
 

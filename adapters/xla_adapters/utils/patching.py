@@ -21,7 +21,7 @@ from xla_adapters.errors import LibraryVersionWarning
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets `owner.name` to `value` inside the context; at the exit `owner` has its former value, or none of its own.
+    """Sets `owner.name` to `value` inside the context; at the exit `owner` has its own value from before, or none.
 
     Where a module or a class has nothing to replace, a `LibraryVersionWarning` says so, once for each name.
     """
@@ -85,21 +85,21 @@ def warn_of_untested(extra: str, libraries: Iterable[str]) -> None:
 
 @contextmanager
 def replaced_item(owner: MutableMapping[str, Any], name: str, value: Any) -> Iterator[None]:
-    """Sets `owner[name]` to `value` inside the context; at the exit it has its former value, or none."""
-    former = {name: owner[name]} if name in owner else {}
+    """Sets `owner[name]` to `value` inside the context; at the exit it has its value from before, or none."""
+    before = {name: owner[name]} if name in owner else {}
     try:
         owner[name] = value
         yield
     finally:
-        if former:
-            owner.update(former)
+        if before:
+            owner.update(before)
         else:
             owner.pop(name, None)
 
 
 @contextmanager
 def wrapped(*functions: tuple[Any, str, Callable[[Any], Any]]) -> Iterator[None]:
-    """Replaces attributes by what is made of them: owner, name, and what makes another function of the former one."""
+    """Replaces attributes by what is made of them: owner, name, and what makes another function of the present one."""
     with ExitStack() as stack:
         for owner, name, wrap in functions:
             stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))

@@ -47,7 +47,7 @@ def is_fake(value: object) -> bool:
 def is_bare(value: object) -> bool:
     """Whether a value is an XLA tensor without torch's functional wrapper.
 
-    Operations return such tensors under a dispatch mode of the user. Their former value cannot be restored.
+    Operations return such tensors under a dispatch mode of the user. Their value before it cannot be restored.
     """
     if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
         return False

@@ -1,4 +1,4 @@
-"""`Part`: remembers entries of a dictionary or items of a sequence, to compare them later."""
+"""`ContainerEntries`: remembers entries of a dictionary or items of a sequence, to compare them later."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Slots(Mapping[str, Any]):
         return len(self._members)
 
 
-class Part:
+class ContainerEntries:
     """Remembers some entries of a dictionary, or all items of a sequence.
 
     Args:
@@ -66,7 +66,7 @@ class Part:
         self._order = list(owner) if ordered and len(owner) > 1 else None
 
     @classmethod
-    def all_of(cls, owner: Mapping[Any, Any], path: str) -> Part:
+    def all_of(cls, owner: Mapping[Any, Any], path: str) -> ContainerEntries:
         """All entries of a dictionary, in their order."""
         return cls(owner, path, tuple(owner), len(owner), ordered=True)
 
@@ -88,14 +88,14 @@ class Part:
         return None
 
 
-class PartsCheck:
+class EntriesCheck:
     """Whether all parts are unchanged. Loops in C: a call of Python for each of some hundred parts costs much more.
 
     Args:
         parts: to compare.
     """
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[ContainerEntries]) -> None:
         parts = list(parts)
         # Functions are equal only to themselves, and tuples compare faster. Of a part without entries the size counts.
         functions = [part for part in parts if part._noted and all(map(_is_function, part._noted))]

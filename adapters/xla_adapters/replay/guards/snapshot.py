@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from xla_adapters.replay.guards.containers import Part, PartsCheck, Slots, said
+from xla_adapters.replay.guards.containers import ContainerEntries, EntriesCheck, Slots, said
 from xla_adapters.replay.safety.guards import content_of
 from xla_adapters.replay.safety.trusted import (
     is_installed_file,
@@ -65,33 +65,33 @@ class ModuleSnapshot:
 
     Args:
         roots: the modules; their submodules are included.
-        rebound: buffers and attributes, by `id` of the owner and name, that the step itself sets.
+        reassigned: buffers and attributes, by `id` of the owner and name, that the step itself sets.
         exempt: returns the names of a module's attributes that no graph depends on, or that are guarded elsewhere.
-        strict: whether an attribute that cannot be compared is an obstacle.
+        strict: whether an attribute that cannot be compared is a reason to trace.
 
     Attributes:
-        obstacle: what cannot be compared, in words; None if nothing.
+        reason: what cannot be compared, in words; None if nothing.
         modules: all modules, with their names.
         tensors: all tensors on the device that are attributes.
     """
 
     def __init__(
-        self, roots: Iterable[nn.Module], *, rebound: set[tuple[int, str]], exempt: Exempt, strict: bool = True
+        self, roots: Iterable[nn.Module], *, reassigned: set[tuple[int, str]], exempt: Exempt, strict: bool = True
     ) -> None:
         self._roots = list(roots)
-        self._rebound = rebound
+        self._reassigned = reassigned
         self._exempt = exempt
         self._strict = strict
         self._loose: list[torch.Tensor] = []
         self._take()
 
     def _take(self) -> None:
-        self.obstacle: str | None = None
+        self.reason: str | None = None
         self.modules: list[tuple[str, nn.Module]] = []
         self.tensors: list[torch.Tensor] = []
         # Objects that were visited, by `id`. They are referenced, so that no other object gets their `id`.
         self._seen: dict[int, Any] = {}
-        self._parts: list[Part] = []
+        self._entries: list[ContainerEntries] = []
         self._sets: list[tuple[Any, Any, str]] = []
         self._hosts: list[tuple[torch.Tensor, torch.Tensor, str]] = []
         self._owned: list[tuple[torch.Tensor, str]] = []
@@ -107,7 +107,7 @@ class ModuleSnapshot:
             self._code(vars(namespace), namespace.__name__)
         for cls in (torch.Tensor, nn.Parameter):
             # All entries, not only functions: code may read them from any tensor.
-            self._code(vars(cls), cls.__qualname__, Part.all_of(vars(cls), cls.__qualname__))
+            self._code(vars(cls), cls.__qualname__, ContainerEntries.all_of(vars(cls), cls.__qualname__))
         self._kinds = [(module, type(module), vars(module), name) for name, module in self.modules]
         self._note_traits()
 
@@ -115,13 +115,13 @@ class ModuleSnapshot:
         self._tensors = [tensor for tensor, _ in self._owned]
         self._traits = list(map(_traits, self._tensors))
         self._sizes = list(map(len, map(vars, self._tensors)))
-        self._check = PartsCheck(self._parts)
+        self._check = EntriesCheck(self._entries)
 
     # ---- taking the snapshot -----------------------------------------------------------------------
 
     def _refuse(self, what: str) -> None:
         if self._strict:
-            self.obstacle = self.obstacle or what
+            self.reason = self.reason or what
 
     def _is_new(self, item: Any) -> bool:
         return id(item) not in self._seen and self._seen.setdefault(id(item), item) is item
@@ -131,13 +131,13 @@ class ModuleSnapshot:
             return
         own = vars(module)
         self.modules.append((name, module))
-        skipped = _IDLE | {key for key in own if (id(module), key) in self._rebound} | set(self._exempt(module))
+        skipped = _IDLE | {key for key in own if (id(module), key) in self._reassigned} | set(self._exempt(module))
         unused = unused_in_steps(module)
         # The analysis of a user's class has already guarded the attributes that its code reads.
         lenient = self._strict and is_users_alone(type(module))
         known = _OF_EVERY_MODULE if lenient else own
         names = tuple(key for key in own if key in known and key not in skipped)
-        self._parts.append(Part(own, name, names, None if lenient else len(own)))
+        self._entries.append(ContainerEntries(own, name, names, None if lenient else len(own)))
         if lenient:
             self._lenient.append((own, name, _METHODS - own.keys()))
         self._class(type(module))
@@ -145,18 +145,18 @@ class ModuleSnapshot:
             if key in _HOOKS:
                 self._hooks(own[key], name)
             elif key == "_buffers":
-                kept = tuple(buffer for buffer in own[key] if (id(module), buffer) not in self._rebound)
-                self._parts.append(Part(own[key], f"{name}._buffers", kept, len(own[key]), ordered=True))
+                kept = tuple(buffer for buffer in own[key] if (id(module), buffer) not in self._reassigned)
+                self._entries.append(ContainerEntries(own[key], f"{name}._buffers", kept, len(own[key]), ordered=True))
                 for buffer in kept:
                     self._value(own[key][buffer], f"{name}.{buffer}", lenient)
             elif key == "_modules":
                 # `named_modules` visits them.
-                self._parts.append(Part.all_of(own[key], f"{name}._modules"))
+                self._entries.append(ContainerEntries.all_of(own[key], f"{name}._modules"))
             elif key not in unused:
                 self._value(own[key], f"{name}.{key}", lenient)
 
     def _hooks(self, hooks: dict[int, Any], name: str) -> None:
-        self._parts.append(Part.all_of(hooks, name))
+        self._entries.append(ContainerEntries.all_of(hooks, name))
         if not all(map(computes_only, hooks.values())):
             self._refuse(f"{name} has a hook, whose Python a replay would leave out")
 
@@ -179,7 +179,7 @@ class ModuleSnapshot:
             # It never changes, as a plain one.
             return
         elif type(value) in _SEQUENCES or (isinstance(value, tuple) and is_trusted(type(value))):
-            self._parts.append(Part(value, path, None, len(value)))
+            self._entries.append(ContainerEntries(value, path, None, len(value)))
             for item in value:
                 self._value(item, path, lenient, depth - 1)
         elif type(value) in (set, frozenset) and all(map(is_constant, value)):
@@ -195,7 +195,7 @@ class ModuleSnapshot:
         elif is_trusted(type(value)) and (hasattr(value, "__dict__") or _has_only_slots(type(value))):
             # A configuration of a library.
             if slots := Slots(value):
-                self._parts.append(Part(slots, path, tuple(slots), None))
+                self._entries.append(ContainerEntries(slots, path, tuple(slots), None))
                 for name, item in slots.items():
                     if item is not ABSENT:
                         self._value(item, f"{path}.{name}", lenient, depth - 1)
@@ -209,7 +209,7 @@ class ModuleSnapshot:
             if not lenient:
                 self._refuse(f"{path} has keys that cannot be compared")
             return
-        self._parts.append(Part.all_of(value, path))
+        self._entries.append(ContainerEntries.all_of(value, path))
         for key, item in value.items():
             self._value(item, f"{path}.{key}", lenient, depth - 1)
 
@@ -242,7 +242,7 @@ class ModuleSnapshot:
             if hooks is None:
                 continue
             # Even if it is empty: a hook that is registered later is added to the same dictionary.
-            self._parts.append(Part.all_of(hooks, path))
+            self._entries.append(ContainerEntries.all_of(hooks, path))
             if not all(getattr(hook, "only_tensors", False) for hook in hooks.values()):
                 self._refuse(f"{path} has a hook, whose Python a replay would leave out")
 
@@ -260,12 +260,16 @@ class ModuleSnapshot:
             self._classes.add(base)
             functions = _functions(vars(base))
             # With the number of entries: a name that is added may hide a base class's.
-            self._code(vars(base), base.__qualname__, Part(vars(base), base.__qualname__, functions, len(vars(base))))
+            self._code(
+                vars(base),
+                base.__qualname__,
+                ContainerEntries(vars(base), base.__qualname__, functions, len(vars(base))),
+            )
             module = sys.modules[base.__module__]
             if self._is_new(vars(module)):
                 self._code(vars(module), module.__name__)
 
-    def _code(self, names: Mapping[str, Any], path: str, part: Part | None = None) -> None:
+    def _code(self, names: Mapping[str, Any], path: str, part: ContainerEntries | None = None) -> None:
         """Adds the functions of a trusted namespace, and those in its registries (dictionaries of functions).
 
         Args:
@@ -276,7 +280,7 @@ class ModuleSnapshot:
         functions = _functions(names)
         for name in functions:
             self._check_origin(names[name], f"{path}.{name}")
-        self._parts.append(Part(names, path, functions, None) if part is None else part)
+        self._entries.append(ContainerEntries(names, path, functions, None) if part is None else part)
         for name, item in names.items():
             is_registry = isinstance(item, MutableMapping) and (type(item) is dict or is_trusted(type(item)))
             if is_registry and not name.startswith("__") and self._is_new(item):
@@ -288,7 +292,7 @@ class ModuleSnapshot:
                         self._registry(entries, f"{path}.{name}")
 
     def _registry(self, entries: dict[Any, Any], path: str) -> None:
-        self._parts.append(Part.all_of(entries, path))
+        self._entries.append(ContainerEntries.all_of(entries, path))
         for key, entry in entries.items():
             if isinstance(entry, types.FunctionType):
                 self._check_origin(entry, f"{path}[{key!r}]")
@@ -310,7 +314,13 @@ class ModuleSnapshot:
         if change is None:
             # Other objects with equal values: from now on these are compared.
             self._take()
-        return change or self.obstacle
+        return change or self.reason
+
+    def changed_until(self, later: ModuleSnapshot) -> str | None:
+        """As `changed`; or that a later call, of which the other snapshot is, has called other modules."""
+        if len(later.modules) != len(self.modules):
+            return "other modules were called than in the call before"
+        return self.changed()
 
     def changed_in_modes(self, set_modes: Callable[[], object] | None) -> str | None:
         """As `changed`, after `set_modes` where the train or eval mode of modules may be all that differs."""
@@ -335,7 +345,7 @@ class ModuleSnapshot:
             return True
 
     def _difference(self) -> str | None:
-        for part in self._parts:
+        for part in self._entries:
             if (change := part.difference()) is not None:
                 return change
         for item, cls, own, path in self._kinds:

@@ -10,26 +10,27 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from xla_adapters.replay.attribute_changes import BoundState
+from xla_adapters.replay.attribute_changes import AttributesBefore
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.capture import loose_tensors
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
-from xla_adapters.replay.number_inputs import Update
+from xla_adapters.replay.number_inputs import HostUpdate
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
-from xla_adapters.replay.placeholders.traced_call import HostOptimizers, RecordedCall
+from xla_adapters.replay.placeholders.traced_call import PlaceholderCall
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
-from xla_adapters.replay.tensor_places import CannotReplay, Kept, Slot
+from xla_adapters.replay.tensor_places import CannotReplay, Returned, TensorPlace
+from xla_adapters.replay.traced_call import HostEffects
 from xla_adapters.tracing.placeholders.program import Program
 from xla_adapters.tracing.placeholders.scope import PlaceholderScope
 from xla_adapters.tracing.placeholders.trace import Trace
 from xla_adapters.utils.host_random import HostRandom
 from xla_adapters.utils.nested_values import is_simple
 
-Outcome = RecordedCall | CannotReplay
+Outcome = PlaceholderCall | CannotReplay
 
 
 class PlaceholderCapture(PlaceholderScope):
-    """A `PlaceholderScope` that describes its call as a `RecordedCall`.
+    """A `PlaceholderScope` that describes its call as a `PlaceholderCall`.
 
     Args:
         spec: describes the call.
@@ -41,25 +42,25 @@ class PlaceholderCapture(PlaceholderScope):
         super().__init__(**options)
         self._spec = spec
         self._done = done
-        self._kept: dict[str, Any] = {}
+        self._returned: dict[str, Any] = {}
         self._called: dict[int, torch.nn.Module] = {id(module): module for module in spec.modules}
         self._optimizers: list[OptimizerHostMath] = []
-        self._updates: list[Update] = []
+        self._updates: list[HostUpdate] = []
         self._roles_of: list[int] = []
-        self._obstacle: CannotReplay | None = None
+        self._reason: CannotReplay | None = None
         self._outcome: Outcome = CannotReplay("the step computes nothing")
 
     def keep(self, name: str, value: Any) -> None:
         """Notes a value that the step returns, under a name."""
-        self._kept[name] = value
+        self._returned[name] = value
 
     def returned(self) -> dict[str, list[object]]:
         """The leaves of the values that the step returns, by name."""
-        return {name: tree_flatten(value)[0] for name, value in self._kept.items()}
+        return {name: tree_flatten(value)[0] for name, value in self._returned.items()}
 
     def _start_tracing(self) -> None:
         self._watched = dict(self._spec.watched())
-        self._bound = BoundState(self._spec.owners())
+        self._attributes_before = AttributesBefore(self._spec.owners())
         self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
         self._host_random = HostRandom.now()
         super()._start_tracing()
@@ -85,7 +86,7 @@ class PlaceholderCapture(PlaceholderScope):
             if not random.equals(HostRandom.now()):
                 raise CannotReplay(f"{type(optimizer).__name__} draws random numbers on the host")
         except CannotReplay as error:
-            self._obstacle = error
+            self._reason = error
             random.restore()
             return None
         self._optimizers.append(math)
@@ -95,10 +96,10 @@ class PlaceholderCapture(PlaceholderScope):
     def update_ended(self, optimizer: Optimizer) -> None:
         """Notes which numbers became arguments of the program."""
         lifting = self._lifting
-        if lifting is not None and self._obstacle is None:
+        if lifting is not None and self._reason is None:
             lifting.finish()
-            if lifting.obstacle is not None:
-                self._obstacle = CannotReplay(f"{type(optimizer).__name__}: {lifting.obstacle}")
+            if lifting.reason is not None:
+                self._reason = CannotReplay(f"{type(optimizer).__name__}: {lifting.reason}")
             self._roles_of += sorted(lifting.arguments, key=lifting.arguments.__getitem__)
         super().update_ended(optimizer)
 
@@ -113,18 +114,18 @@ class PlaceholderCapture(PlaceholderScope):
             self._outcome = error
 
     def _ran(self, trace: Trace, program: Program) -> None:
-        if isinstance(self._outcome, RecordedCall):
+        if isinstance(self._outcome, PlaceholderCall):
             self._outcome.run = program.compiled(self.name)
         self._done(self._outcome)
 
     def flush(self) -> None:
         """See `PlaceholderScope`."""
-        self._obstacle = CannotReplay("a part of the step is executed operation by operation")
+        self._reason = CannotReplay("a part of the step is executed operation by operation")
         super().flush()
 
     def _check(self, trace: Trace) -> None:
-        if self._obstacle is not None:
-            raise self._obstacle
+        if self._reason is not None:
+            raise self._reason
         if self._breaks.found:
             raise CannotReplay("a value was read in the step")
         if not self._host_random.equals(HostRandom.now()):
@@ -132,104 +133,108 @@ class PlaceholderCapture(PlaceholderScope):
         for name, value in self._spec.watched().items():
             if value != self._watched.get(name):
                 raise CannotReplay(f"the step changes {name}: {self._watched.get(name)} -> {value}")
-        if any(item.twins for item in trace.adopted):
+        if any(item.aliases for item in trace.inputs):
             raise CannotReplay("two tensors of the step share their memory")
 
-    def _recorded(self, trace: Trace, program: Program) -> RecordedCall:
+    def _recorded(self, trace: Trace, program: Program) -> PlaceholderCall:
         log = self._undo_log
-        rebound = log.rebound_buffers()
-        bound, attributes = self._bound.changes(self._spec.owners())
-        names = {(id(module), name) for module, name, _ in rebound} | {(id(owner), name) for owner, name in bound}
+        reassigned = log.reassigned_buffers()
+        tensors, attributes = self._attributes_before.changes(self._spec.owners())
+        names = {(id(module), name) for module, name, _ in reassigned} | {(id(owner), name) for owner, name in tensors}
         snapshot = ModuleSnapshot(
             self._called.values(),
-            rebound=names | {(id(change.owner), change.name) for change in attributes},
+            reassigned=names | {(id(change.owner), change.name) for change in attributes},
             exempt=self._spec.exempt,
             strict=self._spec.strict,
         )
         for tensor in loose_tensors(snapshot, self._spec, self._optimizers, self._undo_log):
             snapshot.add(tensor)
-        if snapshot.obstacle is not None:
-            raise CannotReplay(snapshot.obstacle)
-        slots = self._slots(snapshot)
-        slots |= {id(before): Slot("buffer", module, name) for module, name, before in rebound if before is not None}
-        for owner, name, before in self._bound.tensors():
-            slots.setdefault(id(before), Slot("bound", owner, name))
-        sources: list[Slot | torch.Tensor] = []
-        for item in trace.adopted:
-            slot = slots.get(id(item.tensor))
-            if slot is None and not item.is_upload:
+        if snapshot.reason is not None:
+            raise CannotReplay(snapshot.reason)
+        places = self._places_read(snapshot)
+        sources: list[TensorPlace | torch.Tensor] = []
+        for item in trace.inputs:
+            place = places.get(id(item.tensor))
+            if place is None and not item.is_upload:
                 shape = tuple(item.value.shape)
                 raise CannotReplay(
                     f"the step uses a tensor of the shape {shape} that is in no module, optimizer or batch"
                 )
-            sources.append(item.value if slot is None else slot)
+            sources.append(item.value if place is None else place)
         targets = [[self._target(sources[index])] for index in program.changed]
-        targets += [list(self._places(tensor)) for tensor in program.made]
+        targets += [list(self._places_made(tensor)) for tensor in program.made]
         made = {id(tensor): len(program.changed) + index for index, tensor in enumerate(program.made)}
-        places = [(Slot("buffer", module, name), module._buffers.get(name)) for module, name, _ in rebound]
-        places += [(Slot("bound", owner, name), vars(owner)[name]) for owner, name in bound]
-        for slot, held in places:
+        assigned = [(TensorPlace("buffer", module, name), module._buffers.get(name)) for module, name, _ in reassigned]
+        assigned += [(TensorPlace("attribute", owner, name), vars(owner)[name]) for owner, name in tensors]
+        for place, held in assigned:
             if id(held) not in made:
-                raise CannotReplay(f"{type(slot.owner).__name__}.{slot.name} becomes a tensor that was there before")
-            targets[made[id(held)]].append(slot)
-        kept = {name: self._leaves(value, slots, program) for name, value in self._kept.items()}
-        returned = {leaf for value in kept.values() for leaf in value.leaves if isinstance(leaf, int)}
-        if any(not targets[index] and index not in returned for index in range(len(program.changed), len(targets))):
+                raise CannotReplay(f"{type(place.owner).__name__}.{place.name} becomes a tensor that was there before")
+            targets[made[id(held)]].append(place)
+        returned = {name: self._leaves(value, places, program) for name, value in self._returned.items()}
+        positions = {leaf for value in returned.values() for leaf in value.leaves if isinstance(leaf, int)}
+        if any(not targets[index] and index not in positions for index in range(len(program.changed), len(targets))):
             raise CannotReplay("a tensor that the step makes is kept somewhere that is not known")
         batch = set(map(id, self._spec.batch))
         leaves = [(leaf, grad) for leaf, grad in log.leaves() if id(leaf) not in batch]
-        return RecordedCall(
+        return PlaceholderCall(
             program=program.key,
             sources=sources,
             targets=targets,
-            kept=kept,
+            returned=returned,
             roles=self._roles_of,
             chunks=trace.numbers.chunks,
             draws=program.draws,
             before=[(leaf, grad is not None) for leaf, grad in leaves],
             dropped=[leaf for leaf, grad in leaves if grad is not None and leaf.grad is None],
-            host=HostOptimizers(self._optimizers),
+            host=HostEffects(
+                optimizers=self._optimizers,
+                attributes=attributes,
+                reassigned={place.key for place, _ in assigned},
+            ),
             updates=self._updates,
             snapshot=snapshot,
-            attributes=attributes,
-            rebound={slot.key for slot, _ in places},
-            forms={index: (program.results[index].shape, program.results[index].dtype) for index in returned},
+            forms={index: (program.results[index].shape, program.results[index].dtype) for index in positions},
         )
 
-    def _slots(self, snapshot: ModuleSnapshot) -> dict[int, Slot]:
-        """The slots of all tensors that the step may read, by `id`."""
+    def _places_read(self, snapshot: ModuleSnapshot) -> dict[int, TensorPlace]:
+        """The places of all tensors that the step may read, by `id`."""
         spec = self._spec
         states = (tensor for math in self._optimizers for tensor in math.state_tensors())
-        slots = {id(tensor): Slot("tensor", tensor) for tensor in (*snapshot.tensors, *states, *spec.constants)}
+        places = {id(tensor): TensorPlace("tensor", tensor) for tensor in (*snapshot.tensors, *states, *spec.constants)}
         batch = set(map(id, spec.tensors.batch)) - set(map(id, spec.tensors.extras))
-        if not batch.isdisjoint(slots):
+        if not batch.isdisjoint(places):
             # The trace does not tell which of the two was read.
             raise CannotReplay("a tensor of the batch is one of the state")
         for leaf, grad in self._undo_log.leaves():
             if id(leaf) in batch and leaf.grad is not None:
                 raise CannotReplay("a tensor of its batch gets a gradient in the step")
-            slots.setdefault(id(leaf), Slot("tensor", leaf))
+            places.setdefault(id(leaf), TensorPlace("tensor", leaf))
             if grad is not None:
-                slots[id(grad)] = Slot("grad", leaf)
+                places[id(grad)] = TensorPlace("grad", leaf)
         for kind, tensors in (("extra", spec.tensors.extras), ("batch", spec.tensors.batch)):
-            slots |= {id(tensor): Slot(kind, name=index) for index, tensor in enumerate(tensors)}
-        return slots
+            places |= {id(tensor): TensorPlace(kind, name=index) for index, tensor in enumerate(tensors)}
+        for module, name, before in self._undo_log.reassigned_buffers():
+            if before is not None:
+                places[id(before)] = TensorPlace("buffer", module, name)
+        for owner, name, before in self._attributes_before.tensors():
+            places.setdefault(id(before), TensorPlace("attribute", owner, name))
+        return places
 
-    def _target(self, source: Slot | torch.Tensor) -> Slot:
-        if not isinstance(source, Slot):
+    def _target(self, source: TensorPlace | torch.Tensor) -> TensorPlace:
+        if not isinstance(source, TensorPlace):
             raise CannotReplay("the step writes into a tensor that it copied to the device")
         if source.kind == "batch":
             raise CannotReplay("the step writes into a tensor of its batch")
         return source
 
-    def _places(self, tensor: torch.Tensor) -> Iterator[Slot]:
+    def _places_made(self, tensor: torch.Tensor) -> Iterator[TensorPlace]:
         """Where a replay stores a tensor that the step makes."""
         for leaf, _ in self._undo_log.leaves():
             if leaf.grad is tensor:
-                yield Slot("created", leaf)
+                yield TensorPlace("created", leaf)
 
-    def _leaves(self, value: Any, slots: dict[int, Slot], program: Program) -> Kept:
-        found: list[int | Slot | tuple[Any]] = []
+    def _leaves(self, value: Any, places: dict[int, TensorPlace], program: Program) -> Returned:
+        found: list[int | TensorPlace | tuple[Any]] = []
         leaves, tree = tree_flatten(value)
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
@@ -240,8 +245,8 @@ class PlaceholderCapture(PlaceholderScope):
             index = next((at for at, made in enumerate(program.made) if made is leaf), None)
             if index is not None:
                 found.append(len(program.changed) + index)
-            elif id(leaf) in slots:
-                found.append(slots[id(leaf)])
+            elif id(leaf) in places:
+                found.append(places[id(leaf)])
             else:
                 raise CannotReplay("the step returns a tensor of the host")
-        return Kept(tree, tuple(found))
+        return Returned(tree, tuple(found))

@@ -1,4 +1,4 @@
-"""`ProgramCache`: decides for each call of a step whether it is traced with placeholders, or replayed."""
+"""`PlaceholderTraceOrReplay`: decides for each call of a step whether it is traced with placeholders, or replayed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.placeholders.capture import Outcome, PlaceholderCapture
-from xla_adapters.replay.placeholders.traced_call import OTHER_GRADIENTS, PreparedProgram
+from xla_adapters.replay.placeholders.traced_call import OTHER_GRADIENTS, PlaceholderLauncher
 from xla_adapters.replay.replayed_call import ReplayedCall
 from xla_adapters.replay.tensor_places import CannotReplay
-from xla_adapters.replay.trace_or_replay import ExecutableCache
+from xla_adapters.replay.trace_or_replay import TraceOrReplay
 from xla_adapters.replay.verification import next_due
 from xla_adapters.runtime import Runtime
 from xla_adapters.runtime.rng import StepSeed
@@ -21,26 +21,26 @@ from xla_adapters.tracing.placeholders.scope import PlaceholderScope
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, ScopeReport
 
 
-class ProgramReplay(ReplayedCall):
+class PlaceholderReplay(ReplayedCall):
     """A `ReplayedCall` that runs a program of placeholders."""
 
     def _like_output(self, index: int) -> torch.Tensor:
-        call: Any = self._prepared.call
+        call: Any = self._launcher.call
         shape, dtype = call.forms[index]
         return self._runtime.placeholders.stand_in(torch.empty(shape, dtype=dtype, device="meta"))
 
     def _execute(self) -> ScopeReport:
-        prepared: Any = self._prepared
+        launcher: Any = self._launcher
         runtime, tensors = self._runtime, self._tensors
         self._restores.close()
         self._restore_groups()
         if self._seed is not None:
             runtime.random.set_seed(self._seed.value())
-        prepared.call.updates = list(self._updates)
-        results = prepared.run(tensors, self._numbers, runtime)
+        launcher.call.updates = list(self._updates)
+        results = launcher.run(tensors, self._numbers, runtime)
         self._executed = True
         self._done()
-        prepared.write_back(results, tensors, runtime)
+        launcher.write_back(results, tensors, runtime)
         for tensor, index in self._pending:
             tensor.__class__ = torch.Tensor
             tensor.data = results[index]
@@ -51,19 +51,19 @@ class ProgramReplay(ReplayedCall):
 
 
 @dataclass
-class ProgramVerification:
+class PlaceholderVerification:
     """Verifies a call that is traced, although it could be replayed: its program and its inputs must be the same.
 
     Then the results are the same to the last bit, and need not be compared.
 
     Attributes:
-        prepared: what replays call.
+        launcher: what replays call.
         numbers: that a replay would give the program.
         agrees: whether the traced call is the same; set by `compare`.
         found: how it differs, in words.
     """
 
-    prepared: PreparedProgram
+    launcher: PlaceholderLauncher
     numbers: list[float]
     agrees: bool = False
     found: str | None = None
@@ -73,21 +73,21 @@ class ProgramVerification:
         if isinstance(traced, CannotReplay):
             self.found = f"the program ({traced})"
             return
-        difference = traced.difference(self.prepared.call)
+        difference = traced.difference(self.launcher.call)
         if difference is not None:
             self.found = f"the program ({difference})"
-        elif self.prepared.new_numbers(traced.updates) != self.numbers:
+        elif self.launcher.new_numbers(traced.updates) != self.numbers:
             self.found = "a number of the optimizer"
         self.agrees = self.found is None
 
-    def difference(self, kept: dict[str, list[object]], runtime: Runtime) -> str | None:
+    def difference(self, returned: dict[str, list[object]], runtime: Runtime) -> str | None:
         """How the traced call differs from its replay, in words; None if it does not."""
         return self.found
 
 
 @dataclass
-class ProgramCache(ExecutableCache):
-    """An `ExecutableCache` of programs of placeholders."""
+class PlaceholderTraceOrReplay(TraceOrReplay):
+    """A `TraceOrReplay` of programs of placeholders."""
 
     # How often calls have differed in which gradients were there. The first call of many trainings does, once; those
     # of a user's own accumulation do again and again.
@@ -99,29 +99,29 @@ class ProgramCache(ExecutableCache):
         return tuple(leaf.grad is not None for module in spec.modules for leaf in module.parameters())
 
     def note(self, reason: str) -> None:
-        """See `ExecutableCache`."""
+        """See `TraceOrReplay`."""
         self._by_gradients += reason.startswith(OTHER_GRADIENTS)
         super().note(reason)
 
-    def _uncaptured(self, plan: Any, spec: CallSpec, **options: Any) -> PlaceholderScope:
+    def _uncaptured(self, record: Any, spec: CallSpec, **options: Any) -> PlaceholderScope:
         # Not a plain `PlaceholderScope`: its program would have other arguments for the numbers of updates.
         return PlaceholderCapture(spec, lambda outcome: None, **options)
 
     def refused(self, spec: CallSpec, **options: Any) -> Any:
         """As of the other cache: its calls, too, have other arguments than a plain scope's."""
-        return self._uncaptured(None, spec, **options) if self._plans else None
+        return self._uncaptured(None, spec, **options) if self._records else None
 
-    def _replayed(self, name: str, prepared: Any, **options: Any) -> ReplayedCall:
+    def _replayed(self, name: str, launcher: Any, **options: Any) -> ReplayedCall:
         if isinstance(options["numbers"], str):
             raise CannotReplay(options["numbers"])
-        return ProgramReplay(name, prepared, **options)
+        return PlaceholderReplay(name, launcher, **options)
 
     def _verification(
-        self, prepared: Any, spec: CallSpec, numbers: Any, seed: StepSeed | None, runtime: Runtime
+        self, launcher: Any, spec: CallSpec, numbers: Any, seed: StepSeed | None, runtime: Runtime
     ) -> Any:
         if isinstance(numbers, str):
             raise CannotReplay(numbers)
-        return ProgramVerification(prepared, numbers)
+        return PlaceholderVerification(launcher, numbers)
 
     def _capturing(self, spec: CallSpec, done: Callable[..., None], verification: Any, **options: Any) -> Any:
         def take(outcome: Outcome) -> None:
@@ -131,8 +131,8 @@ class ProgramCache(ExecutableCache):
 
         return PlaceholderCapture(spec, take, **options)
 
-    def _prepare(self, plan: Any, call: Any, before: Any, spec: CallSpec) -> None:
-        plan.prepared = PreparedProgram(call)
-        plan.failures = plan.replayed = plan.waited = 0
+    def _prepare(self, record: Any, call: Any, before: Any, spec: CallSpec) -> None:
+        record.launcher = PlaceholderLauncher(call)
+        record.failures = record.replayed = record.waited = 0
         # This call was traced as well.
-        plan.due, plan.trusted = next_due(0, self.verify_every), self.calls() + 1
+        record.due, record.trusted = next_due(0, self.verify_every), self.calls() + 1

@@ -256,7 +256,7 @@ class Random(Protocol):
         """The `GraphInput.number` of the input that is the state of the stream."""
 
     def algorithm(self) -> str:
-        """What random numbers are drawn with: `default`, `philox` or `three_fry`. After this call it is settled."""
+        """What random numbers are drawn with: `default`, `philox` or `three_fry`. This call fixes it."""
 
     def ask_for_algorithm(self, name: str) -> str | None:
         """Asks for an algorithm, unless the environment does. Has no effect once numbers were drawn.

@@ -66,7 +66,7 @@ class LazyTensors(Protocol):
         """
 
     def forget_writes(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Frees former values of tensors: functionalization keeps each value that `Values.write` replaced."""
+        """Frees values that tensors had before: functionalization keeps each value that `Values.write` replaced."""
 
     def separate_scalars(self) -> None:
         """Python numbers that are uploaded from here on share no input with earlier ones, even if they are equal."""

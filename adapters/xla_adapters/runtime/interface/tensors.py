@@ -93,7 +93,7 @@ class Values(Protocol):
     """Takes the value that a tensor has, and gives it another one; the undo log and step replay are built on it.
 
     A snapshot is a tensor that holds the value itself. The functions of torch that change tensors do not change it,
-    with the exceptions that `twin` names.
+    with the exceptions named at `second_copy`.
     """
 
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -105,22 +105,22 @@ class Values(Protocol):
     def bring_up_to_date(self, tensor: torch.Tensor) -> None:
         """Applies what was written to views of a tensor of the device."""
 
-    def twin(self, snapshot: torch.Tensor) -> torch.Tensor:
+    def second_copy(self, snapshot: torch.Tensor) -> torch.Tensor:
         """A second snapshot of the same value, safe from operations that change the first.
 
         Such are batch norm on its running statistics, and `copy_`: they write to the inner tensor itself.
         """
 
-    def rewrite(self, snapshot: torch.Tensor, twin: torch.Tensor) -> None:
-        """Gives a snapshot that was changed the value of its twin. (The twin in its place would be another graph.)"""
+    def rewrite(self, snapshot: torch.Tensor, second_copy: torch.Tensor) -> None:
+        """Gives a snapshot that was changed the value of its second copy. (To use that would be another graph.)"""
 
-    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor, twin: torch.Tensor | None = None) -> bool:
+    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor, second_copy: torch.Tensor | None = None) -> bool:
         """Whether a tensor still has the value of a snapshot; asked before the pending graph is discarded.
 
         Args:
             tensor: of the device.
-            snapshot: of its former value.
-            twin: of the snapshot, if an operation may have changed the snapshot itself.
+            snapshot: of its value before.
+            second_copy: of the snapshot, if an operation may have changed the snapshot itself.
         """
 
     def restore(self, tensor: torch.Tensor, snapshot: torch.Tensor) -> None:

@@ -71,19 +71,19 @@ def sharing_copies() -> Iterator[None]:
 def mend_operators() -> Library:
     """Puts the operators right, in steps and out of them. Once in a process."""
     library = Library("aten", "IMPL")
-    former = {name: get_kernel(f"aten::{name}", _KEY) for name in _REPLACED}
+    stock = {name: get_kernel(f"aten::{name}", _KEY) for name in _REPLACED}
 
     def clone(keys: Any, source: torch.Tensor, **options: Any) -> Any:
-        return former["clone"].call_boxed(keys, _apart(source), **options)
+        return stock["clone"].call_boxed(keys, _apart(source), **options)
 
     def _to_copy(keys: Any, source: torch.Tensor, **options: Any) -> Any:
         device = options.get("device")
         source = _apart(source) if device is None or device.type == _TYPE else _negated(source)
-        return former["_to_copy"].call_boxed(keys, source, **options)
+        return stock["_to_copy"].call_boxed(keys, source, **options)
 
     def copy_(keys: Any, target: torch.Tensor, source: torch.Tensor, *options: Any) -> Any:
         source = _apart(source) if target.device.type == _TYPE else _negated(source)
-        return former["copy_"].call_boxed(keys, target, source, *options)
+        return stock["copy_"].call_boxed(keys, target, source, *options)
 
     def _foreach_copy_(
         keys: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *options: Any
@@ -95,7 +95,7 @@ def mend_operators() -> Library:
         _, _, mean, variance, training, momentum, _ = options
         if training and mean is not None and variance is not None:
             _update_statistics(batch, mean, variance, momentum)
-        return former["native_batch_norm"].call_boxed(keys, batch, *options)
+        return stock["native_batch_norm"].call_boxed(keys, batch, *options)
 
     with warnings.catch_warnings():
         # That there are others already.
@@ -103,7 +103,7 @@ def mend_operators() -> Library:
         for function in (clone, _to_copy, copy_, _foreach_copy_, native_batch_norm):
             library.impl(function.__name__, function, _KEY, with_keyset=True, allow_override=True)
         for name, position in _SPARSE.items():
-            library.impl(name, _dense_in_steps(former[name], position), _KEY, with_keyset=True, allow_override=True)
+            library.impl(name, _dense_in_steps(stock[name], position), _KEY, with_keyset=True, allow_override=True)
         for name in _MISSING:
             library.impl(name, _decomposed(getattr(torch.ops.aten, name).default), _KEY)
         library.impl("index_reduce", _index_reduce, _KEY, allow_override=True)
@@ -149,14 +149,14 @@ def _index_reduce_out(*args: Any, out: torch.Tensor, **options: Any) -> torch.Te
     return out.copy_(_index_reduce(*args, **options))
 
 
-def _dense_in_steps(former: Any, position: int) -> Callable[..., Any]:
+def _dense_in_steps(stock: Any, position: int) -> Callable[..., Any]:
     """A backward of an embedding whose argument at a position says that the gradient is to be sparse."""
 
     def backward(keys: Any, *args: Any) -> Any:
         if args[position] and _modes._get_eager_mode() == _RECORD:
             warn_of_dense_gradients()
             args = (*args[:position], False, *args[position + 1 :])
-        return former.call_boxed(keys, *args)
+        return stock.call_boxed(keys, *args)
 
     return backward
 
@@ -230,14 +230,14 @@ def mend_second_derivatives(library: Library) -> None:
 
 def _differentiable(operator: OpOverload[..., Any]) -> Callable[..., torch.Tensor]:
     """torch_tpu's kernel of an operator; a backward with `create_graph` computes what torch composes instead."""
-    former = get_kernel(operator.name(), _AUTOGRAD_KEY)
+    stock = get_kernel(operator.name(), _AUTOGRAD_KEY)
 
     def kernel(keys: Any, *args: Any, **options: Any) -> torch.Tensor:
         if any(isinstance(value, torch.Tensor) and unwrapped(value) is not value for value in args):
             # In a transform of `torch.func`, which differentiates the result as often as it likes.
             whole: torch.Tensor = operator.decompose(*args, **options)
             return whole
-        result: torch.Tensor = former.call_boxed(keys, *args, **options)
+        result: torch.Tensor = stock.call_boxed(keys, *args, **options)
         node = result.grad_fn
         if node is None:
             return result
@@ -348,11 +348,11 @@ def mend_scans() -> Library:
 
 
 def _in_steps(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    former = get_kernel(f"aten::{name}", _KEY)
+    stock = get_kernel(f"aten::{name}", _KEY)
 
     def compute(keys: Any, *args: Any, **options: Any) -> Any:
         if _modes._get_eager_mode() == _RECORD:
             return kernel(*args, **options)
-        return former.call_boxed(keys, *args, **options)
+        return stock.call_boxed(keys, *args, **options)
 
     return compute

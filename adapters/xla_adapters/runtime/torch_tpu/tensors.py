@@ -93,14 +93,14 @@ class TPUValues:
     def bring_up_to_date(self, tensor: torch.Tensor) -> None:
         """See `Values`; views are always up to date."""
 
-    def twin(self, snapshot: torch.Tensor) -> torch.Tensor:
+    def second_copy(self, snapshot: torch.Tensor) -> torch.Tensor:
         """See `Values`."""
         return snapshot
 
-    def rewrite(self, snapshot: torch.Tensor, twin: torch.Tensor) -> None:
+    def rewrite(self, snapshot: torch.Tensor, second_copy: torch.Tensor) -> None:
         """See `Values`; nothing changes a snapshot."""
 
-    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor, twin: torch.Tensor | None = None) -> bool:
+    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor, second_copy: torch.Tensor | None = None) -> bool:
         """See `Values`; nothing changes a snapshot."""
         same = tensor.untyped_storage()._cdata == snapshot.untyped_storage()._cdata
         return same and not self._tracing.is_pending(tensor)

@@ -108,7 +108,7 @@ class XLALazyTensors:
         torch.ops.aten._propagate_xla_data(inner, again)
         self._values.restore(tensor, again)
         del inner
-        # The view machinery holds the former value until then: it would be one more output of the graph.
+        # The view machinery holds the value before it until then: it would be one more output of the graph.
         torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]
 
     def count_as_written(self, tensor: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ class XLAValues:
         """See `Values`."""
         torch._functionalize_sync(tensor)
 
-    def twin(self, snapshot: torch.Tensor) -> torch.Tensor:
+    def second_copy(self, snapshot: torch.Tensor) -> torch.Tensor:
         """See `Values`; shares the buffer."""
         if self._device.is_spmd() or self._tracing.is_pending(snapshot):
             return torch._from_functional_tensor(snapshot.clone())
@@ -44,19 +44,19 @@ class XLAValues:
         _, (value,) = _C._get_tensors_xla_device_data_node([snapshot])
         return torch._from_functional_tensor(value)
 
-    def rewrite(self, snapshot: torch.Tensor, twin: torch.Tensor) -> None:
+    def rewrite(self, snapshot: torch.Tensor, second_copy: torch.Tensor) -> None:
         """See `Values`."""
-        snapshot.copy_(twin)
+        snapshot.copy_(second_copy)
 
-    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor, twin: torch.Tensor | None = None) -> bool:
+    def holds(self, tensor: torch.Tensor, snapshot: torch.Tensor, second_copy: torch.Tensor | None = None) -> bool:
         """See `Values`."""
         inner = self.snapshot(tensor)
         if _C._xla_get_tensor_id(inner) != _C._xla_get_tensor_id(snapshot) or self._tracing.is_pending(inner):
             return False
-        if twin is None or self._tracing.is_pending(twin):
+        if second_copy is None or self._tracing.is_pending(second_copy):
             return True
         # `copy_` leaves the inner tensor with the buffer of another one, and nothing pending.
-        now, before = _C._get_tensors_handle([snapshot, twin])
+        now, before = _C._get_tensors_handle([snapshot, second_copy])
         return bool(now == before)
 
     def restore(self, tensor: torch.Tensor, snapshot: torch.Tensor) -> None:

@@ -210,7 +210,7 @@ def _compile(job: Job, plan: ShardingPlan) -> bytes:
         prime(optimizer)
         state = [value for entry in optimizer.state.values() for value in entry.values()]
         held = [value for value in (*model.parameters(), *state) if runtime.device.owns(value)]
-        former = [runtime.values.twin(runtime.values.snapshot(value)) for value in held]
+        before = [runtime.values.second_copy(runtime.values.snapshot(value)) for value in held]
         with placement.constraining(model):
             scope = StepScope(name="measured step")
             scope.open()
@@ -224,7 +224,7 @@ def _compile(job: Job, plan: ShardingPlan) -> bytes:
                 # In the order in which a sync takes them, so that the program is reproducible.
                 pending.sort(key=runtime.lazy.tensor_number)
                 runtime.tracing.set_execution_allowed(True)
-                return runtime.executables.compile(pending, former)
+                return runtime.executables.compile(pending, before)
             finally:
                 scope.abort()
 

@@ -50,7 +50,7 @@ _NODES = 20_000
 
 
 @dataclass(kw_only=True)
-class Program:
+class IntegerProgram:
     """An integer linear program. Columns are choices (0 or 1) and flows between choices; each costs seconds and bytes.
 
     The lists are by column.
@@ -201,11 +201,11 @@ class Formulation:
     filters: Sequence[Filter]
     held: Collection[int]
     follow: bool
-    program: Program = field(default_factory=Program)
+    program: IntegerProgram = field(default_factory=IntegerProgram)
     batched: set[int] = field(default_factory=set)
     broadcast: set[int] = field(default_factory=set)
 
-    def write(self) -> Program:
+    def write(self) -> IntegerProgram:
         """The program."""
         uses: dict[str, int] = {}
         others: set[str] = set()
@@ -477,7 +477,9 @@ def _seconds(charges: tuple[CollectiveCost, ...]) -> float:
     return sum(charge.seconds for charge in charges)
 
 
-def formulate_by_parameters(parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int) -> tuple[Program, bool]:
+def formulate_by_parameters(
+    parameters: Mapping[str, Parameter], fabric: Fabric, *, rows: int
+) -> tuple[IntegerProgram, bool]:
     """Writes the program, with choices for parameters only.
 
     Args:
@@ -488,7 +490,7 @@ def formulate_by_parameters(parameters: Mapping[str, Parameter], fabric: Fabric,
     Returns:
         The program, and whether the batch is split over the model axis, too.
     """
-    program = Program()
+    program = IntegerProgram()
     spread = fabric.model > 1 and rows % (fabric.data * fabric.model) == 0
     parts = fabric.data * (fabric.model if spread else 1)
     for name in sorted(parameters):

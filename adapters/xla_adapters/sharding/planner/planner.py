@@ -21,13 +21,13 @@ from xla_adapters.sharding.plan_data import PlanCost
 from xla_adapters.sharding.planner.capture import CaptureError, batch_size, capture
 from xla_adapters.sharding.planner.costs import Fabric, Parameter, Topology
 from xla_adapters.sharding.planner.graph import Captured, build, fold
-from xla_adapters.sharding.planner.integer_program import Filter, Formulation, Program, formulate_by_parameters
+from xla_adapters.sharding.planner.integer_program import Filter, Formulation, IntegerProgram, formulate_by_parameters
 from xla_adapters.sharding.planner.solution import Solution, cost_of, forced, held, propagated_only, whole
 from xla_adapters.sharding.templates import NamedParameter, list_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class PlannedParameter:
     """One parameter of the user's model.
 
     Attributes:
@@ -46,7 +46,7 @@ class Entry:
         return self.parameter.names[0]
 
 
-def _entries(model: nn.Module, fixed: Mapping[str, Spec], overrides: Mapping[str, Spec]) -> list[Entry]:
+def _entries(model: nn.Module, fixed: Mapping[str, Spec], overrides: Mapping[str, Spec]) -> list[PlannedParameter]:
     """Lists all parameters, with the specs that are given: annotated ones have priority over overrides.
 
     Raises:
@@ -66,11 +66,11 @@ def _entries(model: nn.Module, fixed: Mapping[str, Spec], overrides: Mapping[str
             spec for pattern, spec in overrides.items() if any(fnmatchcase(item, pattern) for item in parameter.names)
         ]
         if given:
-            entries.append(Entry(parameter=parameter, fixed=given.pop(), decided_by="user"))
+            entries.append(PlannedParameter(parameter=parameter, fixed=given.pop(), decided_by="user"))
         elif matching:
-            entries.append(Entry(parameter=parameter, fixed=matching[0], decided_by="override"))
+            entries.append(PlannedParameter(parameter=parameter, fixed=matching[0], decided_by="override"))
         else:
-            entries.append(Entry(parameter=parameter))
+            entries.append(PlannedParameter(parameter=parameter))
     return entries
 
 
@@ -121,7 +121,7 @@ class Planner:
     model: nn.Module
     batch: Batch
     around: Callable[[], AbstractContextManager[Any]]
-    entries: list[Entry]
+    entries: list[PlannedParameter]
     parameters: Mapping[str, Parameter]
     classes: Mapping[str, str]
     captured: Captured | None
@@ -358,7 +358,7 @@ class Planner:
         """Bytes that are left for the program's choices; never 0, since the program divides by it."""
         return None if budget is None else max(1e-3, budget - sum(self._constant(mesh).values()))
 
-    def _formulate(self, mesh: Mesh, filters: Sequence[Filter], *, follow: bool) -> Program:
+    def _formulate(self, mesh: Mesh, filters: Sequence[Filter], *, follow: bool) -> IntegerProgram:
         assert self.captured is not None
         return Formulation(
             model=self.captured,
@@ -369,7 +369,7 @@ class Planner:
             follow=follow,
         ).write()
 
-    def _solution(self, mesh: Mesh, program: Program, values: Sequence[float]) -> Solution:
+    def _solution(self, mesh: Mesh, program: IntegerProgram, values: Sequence[float]) -> Solution:
         assert self.captured is not None
         return Solution(
             model=self.captured,
@@ -378,7 +378,7 @@ class Planner:
             values=values,
         )
 
-    def _plan(self, mesh: Mesh, program: Program, values: Sequence[float]) -> ShardingPlan:
+    def _plan(self, mesh: Mesh, program: IntegerProgram, values: Sequence[float]) -> ShardingPlan:
         assert self.captured is not None
         solution = self._solution(mesh, program, values)
         notes = self.notes
@@ -443,7 +443,7 @@ def _captured(model: nn.Module, batch: Batch, fixed: Mapping[str, Spec]) -> Capt
     raise CaptureError("no graph")
 
 
-def _parameters(entries: Sequence[Entry], classes: Mapping[str, str]) -> dict[str, Parameter]:
+def _parameters(entries: Sequence[PlannedParameter], classes: Mapping[str, str]) -> dict[str, Parameter]:
     found: dict[str, Parameter] = {}
     for entry in entries:
         name = classes[entry.name]

@@ -15,13 +15,16 @@ from xla_adapters.sharding.plan_data import ActivationPlan, PlanCost
 from xla_adapters.sharding.planner.capture import Skeleton
 from xla_adapters.sharding.planner.costs import Fabric, State, split_dim, total
 from xla_adapters.sharding.planner.graph import Captured, Graph, Operand, Operator
-from xla_adapters.sharding.planner.integer_program import Filter, Program
+from xla_adapters.sharding.planner.integer_program import Filter, IntegerProgram
 from xla_adapters.sharding.planner.layouts import Strategy, Want, seen_as
 from xla_adapters.sharding.planner.memory import PeakModel, Weight
 
 
 def cost_of(
-    program: Program, values: Sequence[float], constant: Mapping[str, float], peak: Mapping[str, float] | None = None
+    program: IntegerProgram,
+    values: Sequence[float],
+    constant: Mapping[str, float],
+    peak: Mapping[str, float] | None = None,
 ) -> PlanCost:
     """The cost of a solution.
 
@@ -61,7 +64,7 @@ class Solution:
 
     model: Captured
     fabric: Fabric
-    program: Program
+    program: IntegerProgram
     values: Sequence[float]
 
     @property

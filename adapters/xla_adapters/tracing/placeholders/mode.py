@@ -15,7 +15,7 @@ from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.lowerings import is_write_by_mask, norm_with_torchs_variance, write_where_
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.transfers import note_upload
-from xla_adapters.tracing.allowed_reads import NO_ANSWER, Answers
+from xla_adapters.tracing.allowed_reads import NO_RESULT, AllowedReads
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.placeholders.numbers import Lifting
 from xla_adapters.tracing.placeholders.trace import Trace
@@ -76,7 +76,7 @@ class PlaceholderMode(StepMode):
     Args:
         trace: gets the tensors.
         undo_log: gets the tensors that are about to be written.
-        on_read, on_dynamic, on_refusal, operations, answers: as for `StepMode`.
+        on_read, on_dynamic, on_refusal, operations, allowed_reads: as for `StepMode`.
 
     Attributes:
         lifting: of the update that is under way, if one is.
@@ -90,9 +90,9 @@ class PlaceholderMode(StepMode):
         on_dynamic: Callable[[str, torch.Tensor], None],
         on_refusal: Callable[[str], None],
         operations: OperationLog,
-        answers: Answers | None = None,
+        allowed_reads: AllowedReads | None = None,
     ) -> None:
-        super().__init__(undo_log, on_read, on_dynamic, on_refusal, operations, answers)
+        super().__init__(undo_log, on_read, on_dynamic, on_refusal, operations, allowed_reads)
         self._trace = trace
         self._is_inner = len(undo_log.chain()) > 1
         ranks = get_runtime().device.ranks
@@ -129,13 +129,13 @@ class PlaceholderMode(StepMode):
         if func is _Tensor.__setitem__ and is_write_by_mask(*args):
             func = write_where_
         self._indices.check(func, args, kwargs)
-        answer = self._check(func, args, kwargs)
-        if answer is not NO_ANSWER:
-            return answer
+        result = self._check(func, args, kwargs)
+        if result is not NO_RESULT:
+            return result
         if self.passes_on:
             return func(*args, **kwargs)
-        self._adopt(args)
-        self._adopt(kwargs.values())
+        self._take_in(args)
+        self._take_in(kwargs.values())
         written = None
         if self._is_write(func, kwargs):
             self._record_writes(args, kwargs, written_through=False)
@@ -165,8 +165,8 @@ class PlaceholderMode(StepMode):
         if is_upload and args and isinstance(args[0], _Tensor) and self._has_device_tensor((result,)):
             note_upload(args[0], result)
         self._operations.call(func, args, kwargs, result)
-        if self._answers is not None:
-            self._answers.note(func, args, kwargs, result)
+        if self._allowed_reads is not None:
+            self._allowed_reads.note(func, args, kwargs, result)
         self._indices.note(func, args, kwargs, result)
         if written is not None:
             written(result)
@@ -177,10 +177,10 @@ class PlaceholderMode(StepMode):
 
         torch switches it off in a call that it intercepted; since 2.10 `torch.autograd.backward` is one itself.
         """
-        self._adopt((*args, *kwargs.values()))
+        self._take_in((*args, *kwargs.values()))
         outputs: Any = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
         nodes = list(_nodes_of(outputs))
-        self._adopt(node.variable for node in nodes if hasattr(node, "variable"))
+        self._take_in(node.variable for node in nodes if hasattr(node, "variable"))
         self.undo_log.record_enclosing_leaves()
 
         def run(*given: Any, **options: Any) -> Any:
@@ -198,33 +198,33 @@ class PlaceholderMode(StepMode):
         return result
 
     def _check(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Reports what would need a value; returns the answer to a read of a known library."""
+        """Reports what would need a value; returns the result of a read that a known library may make."""
         if func in READS:
             if args[0].device.type == self._type:
-                if self._answers is not None:
-                    answer = self._answers.read(func, READS[func], args, kwargs)
-                    if answer is not NO_ANSWER:
-                        return answer
+                if self._allowed_reads is not None:
+                    result = self._allowed_reads.read(func, READS[func], args, kwargs)
+                    if result is not NO_RESULT:
+                        return result
                 self._on_read(READS[func], args[0])
         elif func in MOVES:
             self._check_move(func, args, kwargs)
         else:
-            answer = self._check_dynamic(func, args, kwargs)
-            if answer is not NO_ANSWER:
-                return answer
+            result = self._check_dynamic(func, args, kwargs)
+            if result is not NO_RESULT:
+                return result
         generator = kwargs.get("generator")
         if generator is not None and generator.device.type == self._type:
             raise UnsupportedOptionError(
                 "a torch.Generator of the device is used in a step: a trace with torch_tpu knows the device's own "
                 "random stream only. Draw from that one (leave generator= out), or draw before the step"
             )
-        return NO_ANSWER
+        return NO_RESULT
 
     def _with_upload(self, target: torch.Tensor, source: torch.Tensor, *rest: Any, **options: Any) -> tuple[Any, ...]:
         """The arguments of `copy_`, with a source on the host copied to the device first."""
         if target.device.type == self._type and source.device.type == "cpu":
             source = source.to(target.device)
-            self._trace.adopt(source, is_upload=True)
+            self._trace.take_in(source, is_upload=True)
         return (target, source, *rest, *options.values())
 
     def _may_upload(self, func: _CALL, args: tuple[Any, ...]) -> bool:
@@ -238,17 +238,17 @@ class PlaceholderMode(StepMode):
             for value in values
         )
 
-    def _adopt(self, values: Iterable[Any]) -> None:
+    def _take_in(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, _Tensor):
                 if value.device.type == self._type and not is_fake(value):
-                    self._trace.adopt(value)
+                    self._trace.take_in(value)
                     if self._is_inner:
                         self._record_in_inner(value)
             elif isinstance(value, (list, tuple)):
-                self._adopt(value)
+                self._take_in(value)
             elif isinstance(value, dict):
-                self._adopt(value.values())
+                self._take_in(value.values())
 
     def _record_in_inner(self, tensor: torch.Tensor) -> None:
         if tensor.requires_grad and tensor.is_leaf:
@@ -258,7 +258,7 @@ class PlaceholderMode(StepMode):
         if isinstance(result, _Tensor):
             if result.device.type == self._type and not is_fake(result):
                 if is_upload:
-                    self._trace.adopt(result, is_upload=True)
+                    self._trace.take_in(result, is_upload=True)
                 else:
                     self._trace.traced.note(result)
         elif isinstance(result, (list, tuple)):

@@ -85,7 +85,7 @@ class Lifting:
             argument. None if that is not known; then each number is an argument of its own.
 
     Attributes:
-        obstacle: why the roles are not those of the update, in words; None if they are, so far.
+        reason: why the roles are not those of the update, in words; None if they are, so far.
         arguments: the position in `numbers` of each role.
         fixed: the roles that are constants of the program.
     """
@@ -96,7 +96,7 @@ class Lifting:
         self._entries: dict[int, torch.Tensor] = {}
         # Roles of numbers of which nothing is known. Those of an update are fewer.
         self._unknown = itertools.count(1 << 32)
-        self.obstacle: str | None = None
+        self.reason: str | None = None
         self.arguments: dict[int, int] = {}
         self.fixed: set[int] = set()
 
@@ -133,7 +133,7 @@ class Lifting:
             return next(self._unknown), value
         role = next(self._roles, None)
         if role is None or role[1] != value:
-            self.obstacle = "its update uses other numbers than on stand-ins"
+            self.reason = "its update uses other numbers than on stand-ins"
             self._roles = None
             return next(self._unknown), value
         return role
@@ -147,7 +147,7 @@ class Lifting:
     def finish(self) -> None:
         """Called at the end of the update."""
         if self._roles is not None and next(self._roles, None) is not None:
-            self.obstacle = "its update uses fewer numbers than on stand-ins"
+            self.reason = "its update uses fewer numbers than on stand-ins"
 
 
 def _is_number(value: Any) -> bool:

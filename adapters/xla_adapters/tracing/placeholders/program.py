@@ -31,7 +31,7 @@ class Program:
         text: StableHLO.
         arguments: placeholders.
         results: of the trace: for each changed tensor, for each new one, and the state of the random stream.
-        changed: the positions of those adopted tensors that get another value. Their arguments are donated.
+        changed: the positions of those inputs that get another value. Their arguments are donated.
         made: the tensors that get a value.
         draws: whether the state of the random stream is the last argument and the last result.
     """

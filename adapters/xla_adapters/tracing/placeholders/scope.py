@@ -17,7 +17,7 @@ from xla_adapters.tracing.interrupts import at_edge
 from xla_adapters.tracing.placeholders.mode import PlaceholderMode
 from xla_adapters.tracing.placeholders.numbers import Lifting
 from xla_adapters.tracing.placeholders.program import Program
-from xla_adapters.tracing.placeholders.trace import Adopted, Trace
+from xla_adapters.tracing.placeholders.trace import ProgramInput, Trace
 from xla_adapters.tracing.scope_report import NOTHING_COMPILED, CompileMeter, ScopeReport
 from xla_adapters.tracing.step_hooks import ModuleGuard, UpdateGuard
 from xla_adapters.tracing.step_scope import StepScope
@@ -52,9 +52,9 @@ class PlaceholderScope(StepScope):
         self.told_ranks = ""
 
     @property
-    def adopted(self) -> Sequence[Adopted]:
+    def inputs(self) -> Sequence[ProgramInput]:
         """The tensors that have placeholders in the present trace, in the order of the program's arguments."""
-        return [] if self._trace is None else self._trace.adopted
+        return [] if self._trace is None else self._trace.inputs
 
     # ---- tracing -------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class PlaceholderScope(StepScope):
             self._trace.begin()
         breaks = self._breaks
         told = (breaks.on_read, breaks.on_dynamic, breaks.on_refusal)
-        self._mode = PlaceholderMode(self._trace, undo_log, *told, self.operations, breaks.answers)
+        self._mode = PlaceholderMode(self._trace, undo_log, *told, self.operations, breaks.allowed_reads)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _note_result(self, result: Any) -> None:
@@ -152,7 +152,7 @@ class PlaceholderScope(StepScope):
             program = trace.program(self._undo_log.leaves())
             if not program.results:
                 self._end_trace()
-                trace.settle(program, [])
+                trace.give_values(program, [])
                 self._ran(trace, program)
                 return NOTHING_COMPILED
             check_graph(self.name, self.config, call, self.history, program.key)
@@ -166,7 +166,7 @@ class PlaceholderScope(StepScope):
                 self._runtime.device.ranks.launches(program.key, trace.numbers.values, self.told_ranks)
             results = run(trace.values(program))
             self._breaks.executing = True
-            trace.settle(program, results)
+            trace.give_values(program, results)
             self._ran(trace, program)
         return meter.report(self.operations)
 
@@ -184,8 +184,8 @@ class PlaceholderScope(StepScope):
     def _stop_tracing(self) -> None:
         self._restore_groups()
         made = [] if self._trace is None else self._trace.traced.alive()
-        adopted = () if self._trace is None else self._trace.adopted
-        kept = {id(tensor) for item in adopted for tensor in (item.tensor, *item.twins)}
+        inputs = () if self._trace is None else self._trace.inputs
+        kept = {id(tensor) for item in inputs for tensor in (item.tensor, *item.aliases)}
         self._unmade = [tensor for tensor in made if id(tensor) not in kept]
         try:
             super()._stop_tracing()

@@ -22,7 +22,7 @@ _NOT_GIVEN = "was not provided"
 
 
 @dataclass(eq=False)
-class Adopted:
+class ProgramInput:
     """A tensor that has a placeholder in its place.
 
     Attributes:
@@ -30,7 +30,7 @@ class Adopted:
         value: what it held before.
         stand_in: the argument of the program.
         is_upload: whether the step itself copied it from the host.
-        twins: other tensors with the same memory, shape and strides.
+        aliases: other tensors with the same memory, shape and strides.
         line: where the step first used it, if it shares its memory with others.
     """
 
@@ -38,7 +38,7 @@ class Adopted:
     value: torch.Tensor
     stand_in: torch.Tensor
     is_upload: bool
-    twins: list[torch.Tensor]
+    aliases: list[torch.Tensor]
     line: Location | None = None
 
 
@@ -46,14 +46,14 @@ class Trace:
     """Records what a step does as a program.
 
     A tensor gets its placeholder when the step first uses it. In-place operations then change the tensor as on any
-    device, but no buffer: at the end the tensor gets what the program computed, or its former value back.
+    device, but no buffer: at the end the tensor gets what the program computed, or its value from before back.
 
     Args:
         runtime: the runtime.
         undo_logs: returns the undo logs of the open steps, the innermost first.
 
     Attributes:
-        adopted: the tensors with placeholders, in the order of the program's arguments.
+        inputs: the tensors with placeholders, in the order of the program's arguments.
         numbers: further arguments.
         traced: the tensors of the trace.
     """
@@ -62,8 +62,8 @@ class Trace:
         self._runtime = runtime
         self._undo_logs = undo_logs
         self._contexts = ExitStack()
-        self.adopted: list[Adopted] = []
-        self._by_memory: dict[int, list[Adopted]] = {}
+        self.inputs: list[ProgramInput] = []
+        self._by_memory: dict[int, list[ProgramInput]] = {}
         self.numbers = TraceNumbers(runtime)
         self.traced = TracedTensors()
 
@@ -84,7 +84,7 @@ class Trace:
 
     # ---- while the step runs -----------------------------------------------------------------------
 
-    def adopt(self, tensor: torch.Tensor, *, is_upload: bool = False) -> None:
+    def take_in(self, tensor: torch.Tensor, *, is_upload: bool = False) -> None:
         """Puts a placeholder in place of a tensor of the device, unless it is part of the trace already.
 
         To be called with torch's function modes off.
@@ -107,28 +107,28 @@ class Trace:
             for log in inner:
                 log.record(tensor)
         if grad is not None and self._runtime.device.owns(grad):
-            self.adopt(grad)
+            self.take_in(grad)
 
     def _swap(self, tensor: torch.Tensor, is_upload: bool) -> None:
         value = tensor.detach()
         memory = value.untyped_storage()._cdata
         sharing = self._by_memory.setdefault(memory, [])
-        twin = next((found for found in sharing if _lies_as(found.value, value)), None)
-        if twin is not None and twin.tensor is tensor:
-            # A step inside the step has put its former value back.
-            tensor.data = twin.stand_in.clone()
+        known = next((found for found in sharing if _lies_as(found.value, value)), None)
+        if known is not None and known.tensor is tensor:
+            # A step inside the step has put its value from before back.
+            tensor.data = known.stand_in.clone()
             self.traced.add(tensor)
             return
-        if twin is not None:
-            twin.twins.append(tensor)
-            tensor.data = twin.tensor.detach()
+        if known is not None:
+            known.aliases.append(tensor)
+            tensor.data = known.tensor.detach()
             return
         stand_in = self._runtime.placeholders.stand_in(torch.empty(value.shape, dtype=value.dtype, device="meta"))
         tensor.data = stand_in.clone()
         self.traced.add(tensor)
         is_view = bool(sharing) or tensor._base is not None or _is_part(value)
-        found = Adopted(tensor, value, stand_in, is_upload, [], current_location() if is_view else None)
-        self.adopted.append(found)
+        found = ProgramInput(tensor, value, stand_in, is_upload, [], current_location() if is_view else None)
+        self.inputs.append(found)
         sharing.append(found)
 
     # ---- its end -----------------------------------------------------------------------------------
@@ -155,10 +155,10 @@ class Trace:
 
     def _program(self, leaves: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> Program:
         placeholders = self._runtime.placeholders
-        arguments = [item.stand_in for item in self.adopted] + self.numbers.stand_ins
+        arguments = [item.stand_in for item in self.inputs] + self.numbers.stand_ins
         made = self._made(leaves)
         draws = not placeholders.same_value(self._random_before, self._random())
-        results = [item.tensor.detach() for item in self.adopted] + [tensor.detach() for tensor in made]
+        results = [item.tensor.detach() for item in self.inputs] + [tensor.detach() for tensor in made]
         if draws:
             arguments.append(self._random_before)
             results.append(self._random())
@@ -167,17 +167,17 @@ class Trace:
         text = placeholders.text(results, arguments)
         unused = unused_arguments(text)
         if unused:
-            adopted, values = self._leave_out(unused)
+            inputs, values = self._leave_out(unused)
             try:
                 return self._program(leaves)
             except RuntimeError as error:
                 if _NOT_GIVEN not in str(error):
                     raise
                 # The trace needs their shapes. So they are arguments of which nothing is computed.
-                self._take_back(adopted, values)
+                self._take_back(inputs, values)
         returned = returned_values(text)
-        changed = [index for index in range(len(self.adopted)) if returned[index] != f"%arg{index}"]
-        given = [index for index in range(len(results)) if index in changed or index >= len(self.adopted)]
+        changed = [index for index in range(len(self.inputs)) if returned[index] != f"%arg{index}"]
+        given = [index for index in range(len(results)) if index in changed or index >= len(self.inputs)]
         shared = _without_own_buffer(returned, given)
         if shared:
             for index in shared:
@@ -188,13 +188,13 @@ class Trace:
             self._runtime,
             text=text,
             arguments=arguments,
-            results=[results[index] for index in changed] + results[len(self.adopted) :],
+            results=[results[index] for index in changed] + results[len(self.inputs) :],
             changed=changed,
             made=made,
             draws=draws,
         )
 
-    def _leave_out(self, unused: set[int]) -> tuple[list[Adopted], list[torch.Tensor]]:
+    def _leave_out(self, unused: set[int]) -> tuple[list[ProgramInput], list[torch.Tensor]]:
         """Tensors that had placeholders whose values the step did not use have none any more.
 
         Otherwise the first step, which finds no gradients that it drops, would be another program.
@@ -202,35 +202,35 @@ class Trace:
         Returns:
             What `_take_back` needs.
         """
-        adopted, values = self.adopted, [item.tensor.detach() for item in self.adopted]
-        self.adopted = [item for index, item in enumerate(adopted) if index not in unused]
+        inputs, values = self.inputs, [item.tensor.detach() for item in self.inputs]
+        self.inputs = [item for index, item in enumerate(inputs) if index not in unused]
         for index in unused:
-            item = adopted[index]
-            for tensor in (item.tensor, *item.twins):
+            item = inputs[index]
+            for tensor in (item.tensor, *item.aliases):
                 tensor.data = item.value.detach()
             self._by_memory[item.value.untyped_storage()._cdata].remove(item)
-        return adopted, values
+        return inputs, values
 
-    def _take_back(self, adopted: list[Adopted], values: list[torch.Tensor]) -> None:
+    def _take_back(self, inputs: list[ProgramInput], values: list[torch.Tensor]) -> None:
         """They have placeholders again."""
-        here = set(map(id, self.adopted))
-        for item, value in zip(adopted, values, strict=True):
+        here = set(map(id, self.inputs))
+        for item, value in zip(inputs, values, strict=True):
             if id(item) not in here:
-                for tensor in (item.tensor, *item.twins):
+                for tensor in (item.tensor, *item.aliases):
                     tensor.data = value
                 self._by_memory[item.value.untyped_storage()._cdata].append(item)
-        self.adopted = adopted
+        self.inputs = inputs
 
     def _made(self, leaves: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> list[torch.Tensor]:
         """The tensors without a value that code can use after the step."""
-        adopted = {id(tensor) for item in self.adopted for tensor in (item.tensor, *item.twins)}
+        inputs = {id(tensor) for item in self.inputs for tensor in (item.tensor, *item.aliases)}
         grads = [leaf.grad for leaf, before in leaves if leaf.grad is not None and leaf.grad is not before]
         grads = [grad for grad in grads if self._runtime.device.owns(grad)]
         found = {id(tensor): tensor for tensor in (*self.traced.alive(), *grads)}
-        return [tensor for key, tensor in found.items() if key not in adopted]
+        return [tensor for key, tensor in found.items() if key not in inputs]
 
     def _check_memory(self, changed: Sequence[int]) -> None:
-        written = {id(self.adopted[index]) for index in changed}
+        written = {id(self.inputs[index]) for index in changed}
         for sharing in self._by_memory.values():
             for item in sharing:
                 is_view = len(sharing) > 1 or item.tensor._base is not None or _is_part(item.value)
@@ -242,7 +242,7 @@ class Trace:
                         f"the step, or write before or after it\n  where the step first uses the view: {line}"
                     )
 
-    def settle(self, program: Program, results: Sequence[torch.Tensor]) -> None:
+    def give_values(self, program: Program, results: Sequence[torch.Tensor]) -> None:
         """Gives all tensors their values; after `end`, with function modes off.
 
         Args:
@@ -250,9 +250,9 @@ class Trace:
             results: what it has computed.
         """
         found = dict(zip(program.changed, results, strict=False))
-        for index, item in enumerate(self.adopted):
+        for index, item in enumerate(self.inputs):
             value = found.get(index, item.value)
-            for tensor in (item.tensor, *item.twins):
+            for tensor in (item.tensor, *item.aliases):
                 tensor.data = value.detach()
         for tensor, value in zip(program.made, results[len(program.changed) :], strict=False):
             tensor.data = value
@@ -261,7 +261,7 @@ class Trace:
 
     def values(self, program: Program) -> list[torch.Tensor]:
         """The values of the program's arguments."""
-        values = [plain(item.value) for item in self.adopted] + self.numbers.uploads()
+        values = [plain(item.value) for item in self.inputs] + self.numbers.uploads()
         return [*values, self._runtime.placeholders.random_state()] if program.draws else values
 
 
