@@ -16,7 +16,7 @@ from benchmarks import report, timed_loops, timed_trainers
 from benchmarks.harness import Pause, Plan, Timing, run_interleaved
 from benchmarks.sizes import FAMILIES, GPT2, Size, sizes
 from xla_adapters import initialize
-from xla_adapters.cpu.process import LARGEST_PIECE, keep_no_barriers, leave_temporary_memory_whole
+from xla_adapters.cpu.process_options import LARGEST_PIECE, keep_no_barriers, leave_temporary_memory_whole
 
 JAX = "JAX"
 ON_ONE_CORE = " on 1 core"

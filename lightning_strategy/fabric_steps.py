@@ -30,7 +30,7 @@ from xla_adapters.runtime.rng import resume_random_algorithm
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.tracing.discarding import Discarding
 from xla_adapters.tracing.library_reads import LibraryReads, allowing_reads, reads_of_packages
-from xla_adapters.tracing.scopes import EagerScope, LazyScope
+from xla_adapters.tracing.make_scope import EagerScope, LazyScope
 from xla_adapters.tracing.step import Step
 from xla_adapters.utils.patching import replaced
 from xla_adapters.utils.torch_modes import as_if_compiling, inference_mode_as_no_grad

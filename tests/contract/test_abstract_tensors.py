@@ -9,7 +9,7 @@ from torch_xla.core.xla_builder import Shape, Type
 
 from tests.hlo.modules import entry
 from tests.isolation import isolated
-from xla_adapters.hlo.wire import OPCODE
+from xla_adapters.hlo.protobuf import OPCODE
 
 _C = torch_xla._XLAC
 

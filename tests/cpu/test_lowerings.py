@@ -21,7 +21,7 @@ import xla_adapters
 from tests.isolation import isolated, run_in_child
 from xla_adapters import CompiledStep, XLAConfig, get_runtime
 from xla_adapters.cpu import TUNING
-from xla_adapters.cpu.process import (
+from xla_adapters.cpu.process_options import (
     keep_barriers,
     keep_no_barriers,
     keeps_barriers,

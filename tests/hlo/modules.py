@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 
-from xla_adapters.hlo import wire
-from xla_adapters.hlo.wire import (
+from xla_adapters.hlo import protobuf
+from xla_adapters.hlo.protobuf import (
     COMPUTATION_ID,
     ID,
     INSTRUCTIONS,
@@ -24,15 +24,15 @@ SHARDING, BUFFER_DONOR = 40, 18
 
 
 def fields(message: bytes) -> dict[int, int | bytes]:
-    return {number: value for number, value, _ in wire.fields(message)}
+    return {number: value for number, value, _ in protobuf.fields(message)}
 
 
 def entry(module: bytes) -> Iterator[dict[int, int | bytes]]:
     """The fields of each instruction of the entry computation."""
     wanted = fields(module)[MODULE_ENTRY]
-    for number, value, _ in wire.fields(module):
+    for number, value, _ in protobuf.fields(module):
         if number == MODULE_COMPUTATIONS and isinstance(value, bytes) and fields(value)[COMPUTATION_ID] == wanted:
-            for inner, item, _ in wire.fields(value):
+            for inner, item, _ in protobuf.fields(value):
                 if inner == INSTRUCTIONS and isinstance(item, bytes):
                     yield fields(item)
 
@@ -56,7 +56,7 @@ def results(module: bytes) -> collections.Counter[tuple[object, ...]]:
     items = {item[ID]: item for item in entry(module)}
     root = list(items.values())[-1]
     operands = root[OPERANDS]
-    return collections.Counter(described(items[place])[1:] for place in wire.integers(operands))
+    return collections.Counter(described(items[place])[1:] for place in protobuf.integers(operands))
 
 
 def described(item: dict[int, int | bytes]) -> tuple[object, ...]:
@@ -73,8 +73,8 @@ def read_sharding(message: bytes | None) -> tuple[object, ...] | None:
     if message is None:
         return None
     lists: dict[int, list[int]] = {}
-    for number, value, _ in wire.fields(message):
-        lists.setdefault(number, []).extend(wire.integers(value))
+    for number, value, _ in protobuf.fields(message):
+        lists.setdefault(number, []).extend(protobuf.integers(value))
     return tuple(tuple(lists.get(number, [0] if number in (1, 6) else [])) for number in (1, 3, 4, 6))
 
 
@@ -91,4 +91,4 @@ def donated(module: bytes) -> set[int]:
     """Numbers of the parameters that are donated."""
     config = fields(module).get(BUFFER_DONOR, b"")
     assert isinstance(config, bytes)
-    return {int(fields(value).get(1, 0)) for _, value, _ in wire.fields(config) if isinstance(value, bytes)}
+    return {int(fields(value).get(1, 0)) for _, value, _ in protobuf.fields(config) if isinstance(value, bytes)}

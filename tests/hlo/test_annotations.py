@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.hlo.modules import donated, read_sharding, shardings_of_parameters
-from xla_adapters.hlo import wire
+from xla_adapters.hlo import protobuf
 from xla_adapters.hlo.annotations import annotate, sharding
-from xla_adapters.hlo.wire import (
+from xla_adapters.hlo.protobuf import (
     COMPUTATION_ID,
     ID,
     INSTRUCTIONS,
@@ -21,28 +21,30 @@ HALVES, WHOLE = sharding((2, 1), (0, 1)), sharding((1, 1), (0, 1))
 
 
 def instruction(place: int, opcode: bytes, *fields: bytes) -> bytes:
-    return wire.message(INSTRUCTIONS, wire.message(OPCODE, opcode) + wire.number(ID, place) + b"".join(fields))
+    return protobuf.message(
+        INSTRUCTIONS, protobuf.message(OPCODE, opcode) + protobuf.number(ID, place) + b"".join(fields)
+    )
 
 
 def module() -> bytes:
     """`(negate(p0), p1)`."""
     entry = b"".join(
         (
-            instruction(10, b"parameter", wire.number(PARAMETER_NUMBER, 0)),
-            instruction(11, b"parameter", wire.number(PARAMETER_NUMBER, 1)),
-            instruction(12, b"negate", wire.numbers(OPERANDS, [10])),
-            instruction(13, b"tuple", wire.numbers(OPERANDS, [12, 11])),
-            wire.number(COMPUTATION_ID, 7),
-            wire.number(ROOT, 13),
+            instruction(10, b"parameter", protobuf.number(PARAMETER_NUMBER, 0)),
+            instruction(11, b"parameter", protobuf.number(PARAMETER_NUMBER, 1)),
+            instruction(12, b"negate", protobuf.numbers(OPERANDS, [10])),
+            instruction(13, b"tuple", protobuf.numbers(OPERANDS, [12, 11])),
+            protobuf.number(COMPUTATION_ID, 7),
+            protobuf.number(ROOT, 13),
         )
     )
     # Instructions of other computations have the same numbers.
-    other = instruction(12, b"negate", wire.numbers(OPERANDS, [10])) + wire.number(COMPUTATION_ID, 6)
+    other = instruction(12, b"negate", protobuf.numbers(OPERANDS, [10])) + protobuf.number(COMPUTATION_ID, 6)
     return b"".join(
         (
-            wire.message(MODULE_COMPUTATIONS, other),
-            wire.message(MODULE_COMPUTATIONS, entry),
-            wire.number(MODULE_ENTRY, 7),
+            protobuf.message(MODULE_COMPUTATIONS, other),
+            protobuf.message(MODULE_COMPUTATIONS, entry),
+            protobuf.number(MODULE_ENTRY, 7),
         )
     )
 

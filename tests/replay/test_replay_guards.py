@@ -25,7 +25,7 @@ from xla_adapters import (
     XLAConfig,
     replay_safe,
 )
-from xla_adapters.replay.guards.containers import Part
+from xla_adapters.replay.guards.containers import ContainerEntries
 from xla_adapters.runtime import eager
 
 pytestmark = pytest.mark.isolated
@@ -578,7 +578,7 @@ def test_a_reason_names_the_functions_and_objects_that_differ() -> None:
     owner: dict[str, Any] = {"act": _own_forward, "kind": nn.ReLU, "held": object()}
 
     def reason(**change: Any) -> str:
-        part = Part(owner, "model", tuple(owner), len(owner))
+        part = ContainerEntries(owner, "model", tuple(owner), len(owner))
         before = dict(owner)
         owner.update(change)
         found = part.difference()

@@ -35,7 +35,7 @@ from tests.runtime import xla_messages
 from xla_adapters import ConfigError, RuntimeOrderError, UnsupportedOptionError, XLAConfig, get_runtime
 from xla_adapters.cli import main
 from xla_adapters.cpu import VARIABLE
-from xla_adapters.cpu.process import LARGEST_PIECE
+from xla_adapters.cpu.process_options import LARGEST_PIECE
 from xla_adapters.runtime import compile_cache
 from xla_adapters.runtime.compile_cache import COMPILE_CACHE, CacheCounts, library
 

@@ -26,7 +26,7 @@ from xla_adapters import (
     get_runtime,
     runtime,
 )
-from xla_adapters.cpu.process import leave_out_slow_passes, leaves_out_slow_passes
+from xla_adapters.cpu.process_options import leave_out_slow_passes, leaves_out_slow_passes
 from xla_adapters.runtime import Runtime, using_runtime
 from xla_adapters.sharding import Sharder, ShardingConfig
 

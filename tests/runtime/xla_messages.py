@@ -10,7 +10,7 @@ from pathlib import Path
 import _XLAC
 from google.protobuf import descriptor_pb2
 
-from xla_adapters.hlo import wire
+from xla_adapters.hlo import protobuf
 
 Messages = dict[str, descriptor_pb2.DescriptorProto]
 # Numbers of the fields on the way to a map, the map's own last.
@@ -25,7 +25,7 @@ def _end(data: bytes, begin: int) -> int:
     """Where a description ends: its fields have numbers up to 14, in ascending order but for two."""
     last, at = 0, begin
     try:
-        for number, _, encoded in wire.fields(data[begin : begin + _LONGEST]):
+        for number, _, encoded in protobuf.fields(data[begin : begin + _LONGEST]):
             if not last <= number <= 14 or not number or encoded[0] & 7 not in (0, 2):
                 break
             last = last if number in (10, 11) else number
@@ -77,12 +77,12 @@ def filled(messages: Messages, name: str, order: int) -> bytes:
     parts = []
     for path in map_paths(messages, name):
         entries = [
-            wire.message(path[-1], wire.message(1, b"key %d" % number) + wire.message(2, b"x" * number))
+            protobuf.message(path[-1], protobuf.message(1, b"key %d" % number) + protobuf.message(2, b"x" * number))
             for number in range(5)
         ]
         draw.shuffle(entries)
         content = b"".join(entries)
         for number in reversed(path[:-1]):
-            content = wire.message(number, content)
+            content = protobuf.message(number, content)
         parts.append(content)
     return b"".join(parts)

@@ -1,6 +1,6 @@
 """Run as a program: small steps on 8 CPU devices; prints which dumped module is which, as JSON.
 
-Started afresh by test_hlo.py: XLA reads its flags once, when the first module is compiled.
+Started afresh by test_communication_volume.py: XLA reads its flags once, when the first module is compiled.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ from xla_adapters.sharding.measure import (
     PlanResult,
     digest_of_step,
     measure_plans,
+    measuring_process,
     pack,
-    process,
     unpack,
 )
 from xla_adapters.sharding.planner import Topology
@@ -228,7 +228,7 @@ def test_plans_are_measured_kept_and_compared(tmp_path: Path) -> None:
         assert all(plan.name == "planner" for plan in plans), "recipes are known already"
         return [PlanResult(problem="not now") for _ in plans]
 
-    process.measure_plans = unwanted
+    measuring_process.measure_plans = unwanted
     assert make_plan(model, ShardingConfig(), 8, example=batch, folder=tmp_path) == plan
     # Another budget is another plan, of steps that are known already.
     least = min(item.measured.memory_bytes for item in plan.alternatives if item.measured is not None)
@@ -351,7 +351,7 @@ def test_without_a_compiler_for_tpus_predictions_decide_and_the_plan_says_so(mon
     assert plan.measured is None
     (note,) = [note for note in plan.notes if note.startswith("measure_top_k=1: nothing was measured")]
     assert "libtpu and pypjrt is not installed" in note
-    monkeypatch.setattr(process, "_registered", [])
+    monkeypatch.setattr(measuring_process, "_registered", [])
     (note,) = make_plan(Net(), config, 8, example=batch).notes
     assert note.endswith("plans are compiled for CPU devices only")
     with pytest.raises(ConfigError, match="topology v5e:2x2: it has 4 devices, and the mesh 8"):
@@ -376,7 +376,7 @@ def test_a_plan_for_tpus_is_what_their_compiler_says_is_fastest_and_fits(monkeyp
         ]
 
     compiler = PlanCompiler(name="libtpu", measure=measure)
-    monkeypatch.setattr(process, "_registered", [lambda topology, devices: compiler])
+    monkeypatch.setattr(measuring_process, "_registered", [lambda topology, devices: compiler])
     plan = make_plan(Net(), ShardingConfig(topology="v5e", measure_top_k=1), 8, example=batch)
     assert plan.name == "fsdp"
     assert plan.measured is not None
@@ -400,7 +400,7 @@ def test_what_is_too_large_without_activations_is_not_compiled(monkeypatch: pyte
         return [PlanResult(measurement=Measurement(wire_bytes=1e6, memory_bytes=1e6)) for _ in plans]
 
     compiler = PlanCompiler(name="libtpu", measure=measure)
-    monkeypatch.setattr(process, "_registered", [lambda topology, devices: compiler])
+    monkeypatch.setattr(measuring_process, "_registered", [lambda topology, devices: compiler])
     example = (torch.empty(16, 2**15, device="meta"),)
     plan = make_plan(model, ShardingConfig(topology="v5e", measure_top_k=1), 8, example=lambda: example)
     # Parameters and two averages take 26 GB, a v5e has 17.

@@ -12,7 +12,7 @@ import xla_adapters
 from tests.device import DEVICE, ON_TORCH_TPU
 from tests.support import Loop, differences, flags, state_of, unchanged
 from xla_adapters import ConcurrentStepError, ConfigError
-from xla_adapters.tracing.scopes import make_scope
+from xla_adapters.tracing.make_scope import make_scope
 from xla_adapters.tracing.step_scope import current_scope
 
 pytestmark = pytest.mark.isolated

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from xla_adapters.hlo import wire
-from xla_adapters.hlo.wire import (
+from xla_adapters.hlo import protobuf
+from xla_adapters.hlo.protobuf import (
     CALLED,
     COMPARISON_DIRECTION,
     COMPUTATION_ID,
@@ -62,8 +62,8 @@ _FACTOR, _INCREMENT = 1664525, 1013904223
 _PARAMETERS, _RESULT, _PARAMETER_NAMES = 1, 2, 3
 _LITERAL_SHAPE, _LITERAL_U32 = 1, 6
 # Frontend attributes (a map of strings) of a call that XLA must not inline.
-_NOT_INLINED = wire.message(
-    FRONTEND_ATTRIBUTES, wire.message(1, wire.message(1, b"inlineable") + wire.message(2, b"false"))
+_NOT_INLINED = protobuf.message(
+    FRONTEND_ATTRIBUTES, protobuf.message(1, protobuf.message(1, b"inlineable") + protobuf.message(2, b"false"))
 )
 
 Sizes = tuple[int, ...]
@@ -210,7 +210,7 @@ def mask_computation(sizes: Sizes, keep: float) -> bytes:
         "compare",
         array_shape(PRED, *flat),
         (drawn, code.constant(threshold, flat)),
-        wire.message(COMPARISON_DIRECTION, b"LT"),
+        protobuf.message(COMPARISON_DIRECTION, b"LT"),
     )
     kept = code.add("reshape", mask, (less,))
     following = code.apply(
@@ -218,15 +218,15 @@ def mask_computation(sizes: Sizes, keep: float) -> bytes:
     )
     called = code.written("mask", code.add("tuple", result, (kept, following)), result)
     entry = Computation(given, first_id=called.identity + 1)
-    root = entry.add("call", result, entry.parameters, wire.numbers(CALLED, [called.identity]) + _NOT_INLINED)
+    root = entry.add("call", result, entry.parameters, protobuf.numbers(CALLED, [called.identity]) + _NOT_INLINED)
     main = entry.written("dropout", root, result)
     return b"".join(
         (
-            wire.message(MODULE_NAME, main.name),
-            wire.message(MODULE_ENTRY_NAME, main.name),
-            *(wire.message(MODULE_COMPUTATIONS, written.text) for written in (called, main)),
-            wire.message(MODULE_PROGRAM_SHAPE, _program_shape(given, result)),
-            wire.number(MODULE_ENTRY, main.identity),
+            protobuf.message(MODULE_NAME, main.name),
+            protobuf.message(MODULE_ENTRY_NAME, main.name),
+            *(protobuf.message(MODULE_COMPUTATIONS, written.text) for written in (called, main)),
+            protobuf.message(MODULE_PROGRAM_SHAPE, _program_shape(given, result)),
+            protobuf.number(MODULE_ENTRY, main.identity),
         )
     )
 
@@ -292,14 +292,14 @@ class Computation:
         self._next_id = first_id
         self._instructions: list[bytes] = []
         self.parameters = [
-            self.add("parameter", shape, (), wire.number(PARAMETER_NUMBER, position))
+            self.add("parameter", shape, (), protobuf.number(PARAMETER_NUMBER, position))
             for position, shape in enumerate(given)
         ]
 
     def constant(self, value: int, sizes: Sizes = ()) -> int:
         """An array with `value` in each element."""
-        literal = wire.message(_LITERAL_SHAPE, array_shape(U32)) + wire.numbers(_LITERAL_U32, [value])
-        return self.broadcast(self.add("constant", array_shape(U32), (), wire.message(LITERAL, literal)), sizes)
+        literal = protobuf.message(_LITERAL_SHAPE, array_shape(U32)) + protobuf.numbers(_LITERAL_U32, [value])
+        return self.broadcast(self.add("constant", array_shape(U32), (), protobuf.message(LITERAL, literal)), sizes)
 
     def broadcast(self, number: int, sizes: Sizes) -> int:
         """An array with the scalar of instruction `number` in each element."""
@@ -307,7 +307,7 @@ class Computation:
 
     def iota(self, size: int) -> int:
         """The vector 0, 1, ..., size - 1."""
-        return self.add("iota", array_shape(U32, size), (), wire.numbers(DIMENSIONS, [0]))
+        return self.add("iota", array_shape(U32, size), (), protobuf.numbers(DIMENSIONS, [0]))
 
     def apply(self, opcode: str, sizes: Sizes, *operands: int) -> int:
         """An element-wise operation, by its HLO opcode."""
@@ -327,12 +327,12 @@ class Computation:
         self._instructions.append(
             b"".join(
                 (
-                    wire.message(NAME, f"{opcode}.{identity}".encode()),
-                    wire.message(OPCODE, opcode.encode()),
-                    wire.message(SHAPE, shape),
+                    protobuf.message(NAME, f"{opcode}.{identity}".encode()),
+                    protobuf.message(OPCODE, opcode.encode()),
+                    protobuf.message(SHAPE, shape),
                     rest,
-                    wire.number(ID, identity),
-                    wire.numbers(OPERANDS, operands),
+                    protobuf.number(ID, identity),
+                    protobuf.numbers(OPERANDS, operands),
                 )
             )
         )
@@ -349,11 +349,11 @@ class Computation:
         name = f"{prefix}.{self._next_id}".encode()
         text = b"".join(
             (
-                wire.message(COMPUTATION_NAME, name),
-                *(wire.message(INSTRUCTIONS, instruction) for instruction in self._instructions),
-                wire.message(PROGRAM_SHAPE, _program_shape(self._given, shape)),
-                wire.number(COMPUTATION_ID, self._next_id),
-                wire.number(ROOT, root),
+                protobuf.message(COMPUTATION_NAME, name),
+                *(protobuf.message(INSTRUCTIONS, instruction) for instruction in self._instructions),
+                protobuf.message(PROGRAM_SHAPE, _program_shape(self._given, shape)),
+                protobuf.number(COMPUTATION_ID, self._next_id),
+                protobuf.number(ROOT, root),
             )
         )
         return Written(self._next_id, name, text)
@@ -363,8 +363,8 @@ def _program_shape(given: Sequence[bytes], result: bytes) -> bytes:
     """The ProgramShapeProto of a computation with these parameter shapes and this result."""
     return b"".join(
         (
-            *(wire.message(_PARAMETERS, shape) for shape in given),
-            wire.message(_RESULT, result),
-            *(wire.message(_PARAMETER_NAMES, f"p{number}".encode()) for number in range(len(given))),
+            *(protobuf.message(_PARAMETERS, shape) for shape in given),
+            protobuf.message(_RESULT, result),
+            *(protobuf.message(_PARAMETER_NAMES, f"p{number}".encode()) for number in range(len(given))),
         )
     )

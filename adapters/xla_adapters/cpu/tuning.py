@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from xla_adapters.cpu.dropout import Dropout
 from xla_adapters.cpu.lowerings import CONVOLUTIONS, layer_norms, sums_as_products
-from xla_adapters.cpu.process import (
+from xla_adapters.cpu.process_options import (
     KeptMemory,
     MappedMemory,
     keep_barriers,

@@ -10,8 +10,8 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from xla_adapters.hlo import wire
-from xla_adapters.hlo.wire import (
+from xla_adapters.hlo import protobuf
+from xla_adapters.hlo.protobuf import (
     COMPUTATION_ID,
     ID,
     INSTRUCTIONS,
@@ -45,10 +45,10 @@ def sharding(counts: Sequence[int], devices: Sequence[int]) -> bytes:
     dimensions = [*counts, copies] if copies > 1 else counts
     return b"".join(
         (
-            wire.number(_TYPE, _OTHER),
-            wire.numbers(_TILE_DIMENSIONS, dimensions),
-            wire.numbers(_DEVICES, devices),
-            wire.number(_REPLICATE_LAST, 1) if copies > 1 else b"",
+            protobuf.number(_TYPE, _OTHER),
+            protobuf.numbers(_TILE_DIMENSIONS, dimensions),
+            protobuf.numbers(_DEVICES, devices),
+            protobuf.number(_REPLICATE_LAST, 1) if copies > 1 else b"",
         )
     )
 
@@ -64,35 +64,37 @@ def annotate(
         results: shardings by position in the result.
         donated: numbers of the parameters whose memory results may take.
     """
-    parts = list(wire.fields(module))
+    parts = list(protobuf.fields(module))
     entry = next(value for number, value, _ in parts if number == MODULE_ENTRY)
     written = []
     for number, value, encoded in parts:
-        if number == MODULE_COMPUTATIONS and wire.first(wire.by_number(value), COMPUTATION_ID) == entry:
-            encoded = wire.message(MODULE_COMPUTATIONS, _annotated(value, parameters, results))
+        if number == MODULE_COMPUTATIONS and protobuf.first(protobuf.by_number(value), COMPUTATION_ID) == entry:
+            encoded = protobuf.message(MODULE_COMPUTATIONS, _annotated(value, parameters, results))
         written.append(encoded)
     # The index of the donated part of a parameter is empty: all of it.
-    donors = b"".join(wire.message(_ENTRY, wire.number(_DONATED_PARAMETER, number)) for number in sorted(donated))
-    return b"".join(written) + (wire.message(_BUFFER_DONOR, donors) if donors else b"")
+    donors = b"".join(
+        protobuf.message(_ENTRY, protobuf.number(_DONATED_PARAMETER, number)) for number in sorted(donated)
+    )
+    return b"".join(written) + (protobuf.message(_BUFFER_DONOR, donors) if donors else b"")
 
 
 def _annotated(computation: bytes, parameters: Mapping[int, bytes], results: Mapping[int, bytes]) -> bytes:
-    parts = wire.by_number(computation)
-    instructions = {wire.first(found, ID): found for found in map(wire.by_number, parts[INSTRUCTIONS])}
-    operands = wire.packed(instructions[wire.first(parts, ROOT)], OPERANDS)
+    parts = protobuf.by_number(computation)
+    instructions = {protobuf.first(found, ID): found for found in map(protobuf.by_number, parts[INSTRUCTIONS])}
+    operands = protobuf.packed(instructions[protobuf.first(parts, ROOT)], OPERANDS)
     by_id = {operands[position]: added for position, added in results.items()}
     for identity, found in instructions.items():
-        if wire.first(found, OPCODE) == b"parameter":
+        if protobuf.first(found, OPCODE) == b"parameter":
             by_id.pop(identity, None)
-            place = wire.first(found, PARAMETER_NUMBER)
+            place = protobuf.first(found, PARAMETER_NUMBER)
             if place in parameters:
                 by_id[identity] = parameters[place]
     written = []
-    for number, value, encoded in wire.fields(computation):
-        added = by_id.get(wire.first(wire.by_number(value), ID)) if number == INSTRUCTIONS else None
+    for number, value, encoded in protobuf.fields(computation):
+        added = by_id.get(protobuf.first(protobuf.by_number(value), ID)) if number == INSTRUCTIONS else None
         if added is not None:
-            kept = [item for field, _, item in wire.fields(value) if field != _SHARDING]
-            encoded = wire.message(INSTRUCTIONS, b"".join(kept) + wire.message(_SHARDING, added))
+            kept = [item for field, _, item in protobuf.fields(value) if field != _SHARDING]
+            encoded = protobuf.message(INSTRUCTIONS, b"".join(kept) + protobuf.message(_SHARDING, added))
         written.append(encoded)
     return b"".join(written)
 

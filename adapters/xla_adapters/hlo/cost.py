@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_adapters.hlo import wire
-from xla_adapters.hlo.wire import (
+from xla_adapters.hlo import protobuf
+from xla_adapters.hlo.protobuf import (
     CALLED,
     COMPUTATION_ID,
     ID,
@@ -76,9 +76,9 @@ def cost_of(module: bytes) -> Cost:
     Raises:
         ValueError: it is not one.
     """
-    parts = wire.by_number(module)
+    parts = protobuf.by_number(module)
     computations = dict(map(_computation, parts.get(MODULE_COMPUTATIONS, ())))
-    entry = wire.first(parts, MODULE_ENTRY)
+    entry = protobuf.first(parts, MODULE_ENTRY)
     if entry not in computations:
         raise ValueError("the module has no entry")
     program = computations[entry].program
@@ -90,8 +90,8 @@ def cost_of(module: bytes) -> Cost:
         operations=sum(item.operations for item in computations.values()),
         inputs=len(given),
         outputs=len(results),
-        input_bytes=sum(map(wire.byte_size, given)),
-        output_bytes=sum(map(wire.byte_size, results)),
+        input_bytes=sum(map(protobuf.byte_size, given)),
+        output_bytes=sum(map(protobuf.byte_size, results)),
         flops=_flops(entry, computations),
     )
 
@@ -107,50 +107,54 @@ def _flops(entry: int, computations: dict[int, _Computation]) -> int | None:
 
 
 def _computation(text: bytes) -> tuple[int, _Computation]:
-    parts = wire.by_number(text)
-    instructions = {wire.first(item, ID): item for item in map(wire.by_number, parts.get(INSTRUCTIONS, ()))}
+    parts = protobuf.by_number(text)
+    instructions = {protobuf.first(item, ID): item for item in map(protobuf.by_number, parts.get(INSTRUCTIONS, ()))}
     # XLA drops what no result needs, such as the gradient of an input that nobody asked for.
-    root = wire.first(parts, ROOT)
+    root = protobuf.first(parts, ROOT)
     used, waiting = {root}, [root]
     while waiting:
-        new = set(wire.packed(instructions[waiting.pop()], OPERANDS)) - used
+        new = set(protobuf.packed(instructions[waiting.pop()], OPERANDS)) - used
         used |= new
         waiting += new
-    found = _Computation(operations=len(used), program=wire.by_number(wire.first(parts, PROGRAM_SHAPE, b"")))
+    found = _Computation(operations=len(used), program=protobuf.by_number(protobuf.first(parts, PROGRAM_SHAPE, b"")))
     for own in used:
         instruction = instructions[own]
-        in_loop = wire.first(instruction, OPCODE) == b"while"
-        (found.looped if in_loop else found.called).extend(wire.packed(instruction, CALLED))
+        in_loop = protobuf.first(instruction, OPCODE) == b"while"
+        (found.looped if in_loop else found.called).extend(protobuf.packed(instruction, CALLED))
         found.flops += _own_flops(instruction, instructions)
-    return wire.first(parts, COMPUTATION_ID), found
+    return protobuf.first(parts, COMPUTATION_ID), found
 
 
 def _own_flops(instruction: Fields, instructions: dict[int, Fields]) -> int:
-    opcode = wire.first(instruction, OPCODE)
+    opcode = protobuf.first(instruction, OPCODE)
     if opcode not in (b"dot", b"convolution"):
         return 0
-    result = wire.first(instruction, SHAPE, b"")
-    left, right = (wire.first(instructions[item], SHAPE, b"") for item in wire.packed(instruction, OPERANDS)[:2])
+    result = protobuf.first(instruction, SHAPE, b"")
+    left, right = (
+        protobuf.first(instructions[item], SHAPE, b"") for item in protobuf.packed(instruction, OPERANDS)[:2]
+    )
     if opcode == b"dot":
-        contracted = wire.packed(wire.by_number(wire.first(instruction, _DOT_DIMENSIONS, b"")), _LHS_CONTRACTING)
-        return 2 * wire.count(result) * math.prod(wire.dimensions(left)[axis] for axis in contracted)
+        contracted = protobuf.packed(
+            protobuf.by_number(protobuf.first(instruction, _DOT_DIMENSIONS, b"")), _LHS_CONTRACTING
+        )
+        return 2 * protobuf.count(result) * math.prod(protobuf.dimensions(left)[axis] for axis in contracted)
     return _convolution(result, right, instruction)
 
 
 def _convolution(result: bytes, kernel: bytes, instruction: Fields) -> int:
-    dimensions = wire.by_number(wire.first(instruction, _CONVOLUTION_DIMENSIONS, b""))
-    features: int = wire.dimensions(kernel)[wire.first(dimensions, _KERNEL_OUTPUT_FEATURE)]
+    dimensions = protobuf.by_number(protobuf.first(instruction, _CONVOLUTION_DIMENSIONS, b""))
+    features: int = protobuf.dimensions(kernel)[protobuf.first(dimensions, _KERNEL_OUTPUT_FEATURE)]
     # Where the input is dilated (the gradient of a strided convolution), the zeros between are not computed with.
     zeros = 1
-    for window in wire.by_number(wire.first(instruction, _WINDOW, b"")).get(_WINDOW_DIMENSIONS, ()):
-        zeros *= max(1, int(wire.first(wire.by_number(window), _BASE_DILATION, 1)))
-    found: int = 2 * wire.count(result) * wire.count(kernel) // max(features, 1) // zeros
+    for window in protobuf.by_number(protobuf.first(instruction, _WINDOW, b"")).get(_WINDOW_DIMENSIONS, ()):
+        zeros *= max(1, int(protobuf.first(protobuf.by_number(window), _BASE_DILATION, 1)))
+    found: int = 2 * protobuf.count(result) * protobuf.count(kernel) // max(features, 1) // zeros
     return found
 
 
 def _flat(shape: bytes) -> Iterator[bytes]:
     """The shapes of the arrays in a shape, those of a tuple one by one."""
-    parts = wire.by_number(shape).get(_TUPLE_SHAPES)
+    parts = protobuf.by_number(shape).get(_TUPLE_SHAPES)
     if parts is None:
         yield shape
     for part in parts or ():

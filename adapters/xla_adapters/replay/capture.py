@@ -14,11 +14,11 @@ from xla_adapters.replay.batch_reads import NUMBERS, BatchReads, reads_of
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.executable_scope import ExecutableScope
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
-from xla_adapters.replay.held_values import groups
 from xla_adapters.replay.inputs_and_outputs import InputsAndOutputs, storage_of
 from xla_adapters.replay.number_inputs import HostUpdate
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
+from xla_adapters.replay.state_values import groups
 from xla_adapters.replay.tensor_places import CannotReplay, TensorPlace
 from xla_adapters.replay.traced_call import GradientChanges, GraphValues, HostEffects, TracedCall
 from xla_adapters.replay.verification import Verification

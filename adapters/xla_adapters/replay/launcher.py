@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from xla_adapters.replay.held_values import HeldValues
 from xla_adapters.replay.number_inputs import HostUpdate, Number, numbers_of
+from xla_adapters.replay.state_values import StateValues
 from xla_adapters.replay.tensor_places import CallTensors, CannotReplay, TensorPlace, is_state
 from xla_adapters.replay.traced_call import TracedCall
 from xla_adapters.runtime import Runtime
@@ -56,7 +56,7 @@ class Launcher:
         self._leaves_with = [leaf for leaf, was_there in call.gradients.before if was_there]
         self._leaves_without = [leaf for leaf, was_there in call.gradients.before if not was_there]
         self._layouts = runtime.spmd.layouts(self._state) if runtime.device.is_spmd() else []
-        self._held: HeldValues | None = None
+        self._state_values: StateValues | None = None
         self._ahead = RunAhead()
         self._copies = -1
         self._donated_by_form: dict[Hashable, list[int]] = {}
@@ -91,9 +91,9 @@ class Launcher:
 
     def _sharing(self, tensors: CallTensors, runtime: Runtime) -> str | None:
         """Which tensors of the batch and the state share their storage now, in words; None if none do."""
-        if self._held is None:
-            self._held = HeldValues(self._state, self.call.sharing, runtime)
-        return self._held.sharing([place.get(tensors) for place in self.call.values.elsewhere], tensors.batch)
+        if self._state_values is None:
+            self._state_values = StateValues(self._state, self.call.sharing, runtime)
+        return self._state_values.sharing([place.get(tensors) for place in self.call.values.elsewhere], tensors.batch)
 
     def new_numbers(self, updates: Sequence[HostUpdate]) -> list[tuple[Number, float]]:
         """The inputs that are other numbers in the next call, with their values.
@@ -131,8 +131,8 @@ class Launcher:
         uploads = runtime.transfers.upload_numbers([(value, number.value.dtype) for number, value in new])
         for (number, value), upload in zip(new, uploads, strict=True):
             number.value, number.present = upload, value
-        assert self._held is not None
-        values = self._held.present()
+        assert self._state_values is not None
+        values = self._state_values.present()
         # One `map` for all positions: those that are no part of the state are replaced below.
         found: list[Any] = list(map(values.__getitem__, self._order)) if values else [None] * len(self._sources)
         for index, source in self._changing:
@@ -191,9 +191,9 @@ class Launcher:
 
     def write_back(self, results: Sequence[torch.Tensor], tensors: CallTensors, runtime: Runtime) -> None:
         """Stores the outputs of the executable where the step stores them, and does what else it does on the host."""
-        assert self._held is not None
+        assert self._state_values is not None
         gradients, host = self.call.gradients, self.call.host
-        self._held.write(self._written, list(map(runtime.lazy.inner, map(results.__getitem__, self._outputs))))
+        self._state_values.write(self._written, list(map(runtime.lazy.inner, map(results.__getitem__, self._outputs))))
         others: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for index, place in self._assigned:
@@ -217,8 +217,8 @@ class Launcher:
             attribute.apply()
 
     def _forget_writes(self, others: Sequence[torch.Tensor], runtime: Runtime) -> None:
-        assert self._held is not None
-        self._held.forget_writes()
+        assert self._state_values is not None
+        self._state_values.forget_writes()
         runtime.lazy.forget_writes(others)
 
     def without_gradients(self) -> bool:

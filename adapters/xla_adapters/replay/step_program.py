@@ -16,7 +16,7 @@ from xla_adapters.errors import ReplayMismatchError, ReplayMismatchWarning
 from xla_adapters.open_step import in_step
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.executable_scope import SeparatingScope
-from xla_adapters.replay.guards.ambient import unknown_mode
+from xla_adapters.replay.guards.process_modes import unknown_mode
 from xla_adapters.replay.launcher import Launcher
 from xla_adapters.replay.placeholders.capture import PlaceholderCapture
 from xla_adapters.replay.placeholders.trace_or_replay import PlaceholderTraceOrReplay
@@ -28,8 +28,8 @@ from xla_adapters.runtime.rng import StepSeed, apply_process_options
 from xla_adapters.runtime.transfers import name_tensors
 from xla_adapters.tracing.compile_events import CompileEvent
 from xla_adapters.tracing.graph_history import CallNumber, GraphHistory, StepSignature
+from xla_adapters.tracing.make_scope import make_scope
 from xla_adapters.tracing.scope_report import ScopeReport
-from xla_adapters.tracing.scopes import make_scope
 from xla_adapters.tracing.step_profile import FORWARD, REPLAY, StepProfile
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.utils.patching import with_stack_room

@@ -14,7 +14,7 @@ from xla_adapters.replay.batch_reads import BatchReads, ReadsOfReplay
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.capture import CaptureScope
 from xla_adapters.replay.executable_scope import ExecutableScope, SeparatingScope
-from xla_adapters.replay.guards.ambient import environment
+from xla_adapters.replay.guards.process_modes import environment
 from xla_adapters.replay.launcher import Launcher
 from xla_adapters.replay.number_inputs import HostUpdate, Number, find_roles, numbers_of
 from xla_adapters.replay.replayed_call import ReplayedCall

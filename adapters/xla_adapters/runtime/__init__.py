@@ -16,7 +16,7 @@ from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.interface import CompiledMemory, Device, Metrics, Runtime, RuntimeEvent
 from xla_adapters.runtime.interface.device import Tuning
 from xla_adapters.runtime.patches import parametrize_by_copying, save_from_device, use_attention_masks_as_given
-from xla_adapters.runtime.tiles import Part, TileAssignment
+from xla_adapters.runtime.tile_assignment import Part, TileAssignment
 
 __all__ = [
     "CompiledMemory",

@@ -2,7 +2,8 @@
 
 A `ShardingPlan` (plan.py) says how each tensor is split. It comes from a template (templates.py) or from the planner
 (planner/), possibly compared by compiled steps (measure/, automatic.py). `Placement` (placement.py) applies it to a
-model; state/ saves and loads sharded state; report.py, visualize.py and hlo.py show what a plan does.
+model; state/ saves and loads sharded state; plan_report.py, visualize.py and communication_volume.py show what a plan
+does.
 
 With TorchTPU a process has one device: there `DataParallel` (data_parallel.py) has several processes train together.
 
@@ -26,7 +27,7 @@ from xla_adapters.sharding.plan_data import (
     ParameterPlan,
     PlanCost,
 )
-from xla_adapters.sharding.report import UNITS_NOTE, human_bytes, human_seconds, table
+from xla_adapters.sharding.plan_report import UNITS_NOTE, human_bytes, human_seconds, table
 from xla_adapters.sharding.sharder import Sharder, make_plan
 from xla_adapters.sharding.shards import for_first_rank, own_shard, whole_parameters
 from xla_adapters.sharding.templates import default_mesh, template

@@ -27,7 +27,7 @@ from xla_adapters.runtime.ranks import Ranks
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding.collectives import mean_over_ranks, of_first_rank
 from xla_adapters.sharding.config import ShardingConfig
-from xla_adapters.sharding.report import human_bytes
+from xla_adapters.sharding.plan_report import human_bytes
 from xla_adapters.sharding.shard_calls import ShardCalls, is_split
 from xla_adapters.sharding.shards import (
     FullySharded,

@@ -22,7 +22,7 @@ from xla_adapters.sharding.plan_data import (
     PlanCost,
     PlanData,
 )
-from xla_adapters.sharding.report import report
+from xla_adapters.sharding.plan_report import report
 from xla_adapters.sharding.visualize import visualize
 
 FORMAT = 2

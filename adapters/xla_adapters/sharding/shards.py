@@ -28,7 +28,7 @@ from xla_adapters.open_step import in_step
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.ranks import Ranks
 from xla_adapters.sharding.collectives import whole_of
-from xla_adapters.sharding.report import human_bytes
+from xla_adapters.sharding.plan_report import human_bytes
 from xla_adapters.sharding.shard_calls import SHARD, ShardCalls
 from xla_adapters.tracing.step_scope import when_step_ends
 

@@ -18,7 +18,7 @@ import numpy as np
 from xla_adapters.errors import ConfigError
 from xla_adapters.sharding.mesh import Mesh, Spec, axes_of, render, used_axes
 from xla_adapters.sharding.plan_data import ParameterPlan, PlanData
-from xla_adapters.sharding.report import Fold, check_width, fold, ranges
+from xla_adapters.sharding.plan_report import Fold, check_width, fold, ranges
 from xla_adapters.utils.pages import page
 
 # Colours of slices, each with that of its labels.

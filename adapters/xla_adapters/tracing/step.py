@@ -14,7 +14,7 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.runtime.rng import StepSeed, apply_process_options
 from xla_adapters.tracing.graph_history import StepSignature
 from xla_adapters.tracing.interrupts import at_edge
-from xla_adapters.tracing.scopes import EagerScope, LazyScope, check_lazy_mode, make_scope
+from xla_adapters.tracing.make_scope import EagerScope, LazyScope, check_lazy_mode, make_scope
 from xla_adapters.tracing.step_profile import profiled
 from xla_adapters.utils.location import line_of_caller
 

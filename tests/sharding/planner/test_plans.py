@@ -28,7 +28,7 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.sharding import Mesh, ParameterPlan, PlanCost, ShardingConfig, ShardingPlan, template
 from xla_adapters.sharding.mesh import Spec, used_axes
 from xla_adapters.sharding.planner import Topology
-from xla_adapters.sharding.planner.integer_program import Program
+from xla_adapters.sharding.planner.integer_program import IntegerProgram
 
 pytestmark = pytest.mark.isolated
 
@@ -432,13 +432,13 @@ def test_a_plan_for_another_model_is_refused() -> None:
 
 def test_the_program_of_70_billion_parameters_is_that_of_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     columns: list[int] = []
-    solve = Program.solve
+    solve = IntegerProgram.solve
 
-    def counted(self: Program, budget: float | None) -> tuple[float, ...] | None:
+    def counted(self: IntegerProgram, budget: float | None) -> tuple[float, ...] | None:
         columns.append(len(self.seconds))
         return solve(self, budget)
 
-    monkeypatch.setattr(Program, "solve", counted)
+    monkeypatch.setattr(IntegerProgram, "solve", counted)
     sizes = {
         "hidden_size": 8192,
         "intermediate_size": 28672,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from xla_adapters.replay.safety.abstract import (
+from xla_adapters.replay.safety.abstract_values import (
     DATA,
     MODULE_CALLS,
     UNKNOWN,

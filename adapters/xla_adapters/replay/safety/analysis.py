@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from xla_adapters.replay.safety.abstract import (
+from xla_adapters.replay.safety.abstract_values import (
     DATA,
     MARKERS,
     UNKNOWN,

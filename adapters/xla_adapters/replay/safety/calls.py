@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from xla_adapters.replay.safety import allowlist
-from xla_adapters.replay.safety.abstract import (
+from xla_adapters.replay.safety.abstract_values import (
     DATA,
     UNKNOWN,
     At,

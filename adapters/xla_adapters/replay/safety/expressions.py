@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from xla_adapters.replay.safety.abstract import DATA, MARKERS, At, Frame, Held, Value, either
+from xla_adapters.replay.safety.abstract_values import DATA, MARKERS, At, Frame, Held, Value, either
 from xla_adapters.replay.safety.calls import Calls
 from xla_adapters.replay.safety.lookups import name_of
 

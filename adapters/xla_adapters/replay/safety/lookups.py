@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xla_adapters.replay.safety.abstract import (
+from xla_adapters.replay.safety.abstract_values import (
     DATA,
     MARKERS,
     At,

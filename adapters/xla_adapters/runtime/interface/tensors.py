@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from xla_adapters.runtime.tiles import Part, TileAssignment
+from xla_adapters.runtime.tile_assignment import Part, TileAssignment
 
 
 class Transfers(Protocol):

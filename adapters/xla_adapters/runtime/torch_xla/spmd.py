@@ -12,7 +12,7 @@ import torch_xla
 from torch_xla.distributed.spmd import XLAShardedTensor
 
 from xla_adapters.runtime.interface import Device, Tracing, Transfers
-from xla_adapters.runtime.tiles import Part, TileAssignment, op_sharding_arguments, tiles_from_text
+from xla_adapters.runtime.tile_assignment import Part, TileAssignment, op_sharding_arguments, tiles_from_text
 
 _C = torch_xla._XLAC
 

@@ -11,7 +11,7 @@ import torch_xla
 
 from xla_adapters.runtime.interface import Device, Tracing
 from xla_adapters.runtime.interface.tensors import tell_copy
-from xla_adapters.runtime.tiles import put_together
+from xla_adapters.runtime.tile_assignment import put_together
 from xla_adapters.runtime.torch_xla.spmd import tiles_of
 
 _C = torch_xla._XLAC

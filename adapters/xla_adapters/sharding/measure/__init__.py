@@ -1,7 +1,6 @@
 """Measures plans: compiles the training step under each plan in a separate process, and reads the compiled program."""
 
-from xla_adapters.sharding.measure.plan_cache import PlanCache, digest_of_step
-from xla_adapters.sharding.measure.process import (
+from xla_adapters.sharding.measure.measuring_process import (
     Job,
     MeasuringError,
     PlanCompiler,
@@ -13,6 +12,7 @@ from xla_adapters.sharding.measure.process import (
     register,
     unpack,
 )
+from xla_adapters.sharding.measure.plan_cache import PlanCache, digest_of_step
 
 __all__ = [
     "Job",

@@ -19,7 +19,7 @@ from xla_adapters.errors import ConfigError
 from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.compile_cache import COMPILE_CACHE
 from xla_adapters.sharding.config import ShardingConfig
-from xla_adapters.sharding.measure.process import PlanResult
+from xla_adapters.sharding.measure.measuring_process import PlanResult
 from xla_adapters.sharding.mesh import Spec
 from xla_adapters.sharding.plan import FORMAT, ShardingPlan
 from xla_adapters.sharding.plan_data import tiles_of_plan

@@ -1,4 +1,4 @@
-"""`HeldValues`: the values of a step's state, kept from one replay to the next."""
+"""`StateValues`: the values of a step's state, kept from one replay to the next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from xla_adapters.runtime import Runtime
 
 
-class HeldValues:
+class StateValues:
     """The device values of the tensors that replays read and write.
 
     To ask a tensor for its value, torch first applies pending writes to its views. For a large state that takes longer

@@ -27,7 +27,12 @@ from lightning_strategy import XLAEagerStrategy
 from tests.isolation import isolated, run_in_child
 from xla_adapters import ConfigError
 from xla_adapters.cpu import TUNING, CPUTuning
-from xla_adapters.cpu.process import HostMemory, MappedMemory, divide_temporary_memory, leave_temporary_memory_whole
+from xla_adapters.cpu.process_options import (
+    HostMemory,
+    MappedMemory,
+    divide_temporary_memory,
+    leave_temporary_memory_whole,
+)
 from xla_adapters.runtime.interface.device import Tuning
 
 GLIBC = "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", {})
@@ -457,7 +462,7 @@ def test_a_step_that_has_memory_mapped(caplog: pytest.LogCaptureFixture) -> None
 @pytest.mark.long
 def test_what_is_advised_spares_it() -> None:
     program = (
-        "import resource; from tests.cpu import test_process as test; test._train(5);"
+        "import resource; from tests.cpu import test_process_options as test; test._train(5);"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt; test._train(20);"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
     )

@@ -20,7 +20,7 @@ from xla_adapters.sharding import (
     human_seconds,
     table,
 )
-from xla_adapters.sharding.report import bytes_per_device, dtype_bytes, fold, ranges, ratio, report
+from xla_adapters.sharding.plan_report import bytes_per_device, dtype_bytes, fold, ranges, ratio, report
 from xla_adapters.sharding.visualize import (
     PALETTE,
     as_html,
