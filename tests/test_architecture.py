@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,23 @@ def test_warnings_are_in_one_file() -> None:
         if isinstance(node, ast.ClassDef) and node.name.endswith("Warning") and path != CORE / "errors.py"
     }
     assert classes == set()
+
+
+def test_no_two_classes_of_the_core_have_one_name() -> None:
+    found = Counter(
+        node.name
+        for path in CORE.rglob("*.py")
+        for node in ast.iter_child_nodes(tree(path))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in found.items() if count > 1] == []
+
+
+def test_the_page_about_the_way_of_a_step_names_files_that_exist() -> None:
+    text = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", text))
+    assert len(named) > 20
+    assert {name for name in named if not (CORE / name).exists() and not (ROOT / name).exists()} == set()
 
 
 def test_a_long_file_and_a_long_function_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
