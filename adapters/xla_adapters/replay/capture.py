@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.executable_scope import ExecutableScope
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
 from xla_adapters.replay.inputs_and_outputs import InputsAndOutputs, storage_of
-from xla_adapters.replay.number_inputs import HostUpdate
+from xla_adapters.replay.number_inputs import HostUpdate, numbers_of
 from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.safety.allowlist import OPTIMIZERS
 from xla_adapters.replay.state_values import groups
@@ -25,6 +26,115 @@ from xla_adapters.replay.verification import Verification
 from xla_adapters.tracing.step_scope import StepScope
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.host_random import HostRandom
+
+
+class CallNotes:
+    """What is noted of a call while it is traced, to describe it for replays.
+
+    Args:
+        spec: describes the call.
+
+    Attributes:
+        optimizers: the host math of those that step, in the order of their updates.
+        updates: their updates in this call.
+        reason: why the call cannot be replayed, if that is known before its end.
+    """
+
+    def __init__(self, spec: CallSpec) -> None:
+        self._spec = spec
+        self._called: dict[int, torch.nn.Module] = {id(module): module for module in spec.modules}
+        self.optimizers: list[OptimizerHostMath] = []
+        self.updates: list[HostUpdate] = []
+        self.reason: CannotReplay | None = None
+
+    def begin(self, restores: ExitStack, is_current: Callable[[], bool]) -> None:
+        """Notes modules that are called, as long as the step is the current one; until `restores` is closed."""
+        self._watched = dict(self._spec.watched())
+
+        def note(module: torch.nn.Module, args: Any) -> None:
+            if is_current():
+                self._called.setdefault(id(module), module)
+
+        restores.callback(register_module_forward_pre_hook(note).remove)
+        self._host_random = HostRandom.now()
+
+    def update(self, optimizer: Optimizer, *, single: bool = False) -> list[tuple[int, float]] | None:
+        """Computes the host math of an update that is about to begin.
+
+        Args:
+            optimizer: whose.
+            single: whether it updates parameter by parameter.
+
+        Returns:
+            If it does, each number that it uses: its position among those of all updates, and its value. None if the
+            update cannot be replayed.
+        """
+        random = HostRandom.now()
+        name = type(optimizer).__name__
+        try:
+            if any(math.optimizer is optimizer for math in self.optimizers):
+                raise CannotReplay(f"{name} steps twice in one step")
+            if self._spec.strict and type(optimizer) not in OPTIMIZERS:
+                raise CannotReplay(f"{name} is none of the optimizers whose updates are known")
+            math = OptimizerHostMath(optimizer, single=single)
+            update = math.play()
+            roles = math.roles(update) if single else []
+            math.find_idle_groups()
+            if not random.equals(HostRandom.now()):
+                raise CannotReplay(f"{name} draws random numbers on the host")
+        except CannotReplay as error:
+            # Another one, without a traceback: its frames would keep tensors alive.
+            self.reason = CannotReplay(str(error))
+            # The random numbers drawn above are drawn again by the step itself.
+            random.restore()
+            return None
+        begin = len(numbers_of(self.updates))
+        self.optimizers.append(math)
+        self.updates.append(update)
+        return [(begin + role, value) for role, value in roles]
+
+    def check(self, *, reads: bool) -> None:
+        """At the end of the call, whether it can be replayed.
+
+        Args:
+            reads: whether a value was read in it.
+
+        Raises:
+            CannotReplay: it cannot.
+        """
+        if self.reason is not None:
+            raise self.reason
+        if reads:
+            raise CannotReplay("a value was read in the step")
+        if not self._host_random.equals(HostRandom.now()):
+            raise CannotReplay("the step draws random numbers on the host")
+        for name, value in self._spec.watched().items():
+            if value != self._watched.get(name):
+                raise CannotReplay(f"the step changes {name}: {self._watched.get(name)} -> {value}")
+
+    def snapshot(self, reassigned: set[tuple[int, str]], undo_log: UndoLog) -> ModuleSnapshot:
+        """What the graph depends on, beside values of tensors.
+
+        Args:
+            reassigned: see `ModuleSnapshot`.
+            undo_log: of the call.
+
+        Raises:
+            CannotReplay: a part of it cannot be compared.
+        """
+        found = ModuleSnapshot(
+            self._called.values(), reassigned=reassigned, exempt=self._spec.exempt, strict=self._spec.strict
+        )
+        # Tensors that are in no module and not in the batch.
+        seen = set(map(id, (*found.tensors, *self._spec.tensors.batch)))
+        groups = [group["params"] for math in self.optimizers for group in math.optimizer.param_groups]
+        leaves = (leaf for leaf, _ in undo_log.leaves())
+        used = (*leaves, *(item for group in groups for item in group), *self._spec.constants)
+        for tensor in {id(tensor): tensor for tensor in used if id(tensor) not in seen}.values():
+            found.add(tensor)
+        if found.reason is not None:
+            raise CannotReplay(found.reason)
+        return found
 
 
 class CaptureScope(ExecutableScope):
@@ -53,19 +163,13 @@ class CaptureScope(ExecutableScope):
         self._executables = known
         self._done = done
         self._verification = verification
-        self._called: dict[int, torch.nn.Module] = {id(module): module for module in spec.modules}
-        self._optimizers: list[OptimizerHostMath] = []
-        self._updates: list[HostUpdate] = []
-        self._reason: CannotReplay | None = None
+        self._notes = CallNotes(spec)
         self._given: list[tuple[TensorPlace, int]] = []
-        self._host_random: HostRandom | None = None
         self._before_update: set[int] = set()
         self._update_buffers: set[int] = set()
 
     def _start_tracing(self) -> None:
-        self._watched = self._spec.watched()
-        self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
-        self._host_random = HostRandom.now()
+        self._notes.begin(self._restores, lambda: self.is_current)
         super()._start_tracing()
         if self._breaks.allowed_reads is not None:
             self._breaks.allowed_reads.note_reads(keeps_numbers=self._spec.keeps_numbers)
@@ -100,30 +204,11 @@ class CaptureScope(ExecutableScope):
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 self._runtime.shared_buffers.give_own_buffers(owners, sharing)
 
-    def _note_module(self, module: torch.nn.Module, args: Any) -> None:
-        if self.is_current:
-            self._called.setdefault(id(module), module)
-
     def update_begins(self, optimizer: Optimizer) -> None:
         """Computes the optimizer's host math."""
         self.pause_recording()
-        random = HostRandom.now()
         try:
-            if any(math.optimizer is optimizer for math in self._optimizers):
-                raise CannotReplay(f"{type(optimizer).__name__} steps twice in one step")
-            if self._spec.strict and type(optimizer) not in OPTIMIZERS:
-                raise CannotReplay(f"{type(optimizer).__name__} is none of the optimizers whose updates are known")
-            math = OptimizerHostMath(optimizer)
-            self._updates.append(math.play())
-            math.find_idle_groups()
-            if not random.equals(HostRandom.now()):
-                raise CannotReplay(f"{type(optimizer).__name__} draws random numbers on the host")
-            self._optimizers.append(math)
-        except CannotReplay as error:
-            # Another one, without a traceback: its frames would keep tensors alive.
-            self._reason = CannotReplay(str(error))
-            # The random numbers drawn above are drawn again by the step itself.
-            random.restore()
+            self._notes.update(optimizer)
         finally:
             with torch._C.DisableTorchFunction():
                 self._before_update = self._buffers_read()
@@ -160,7 +245,7 @@ class CaptureScope(ExecutableScope):
                 return
             found: TracedCall | CannotReplay
             try:
-                self._check()
+                self._notes.check(reads=self._breaks.found)
                 reads = self._reads()
                 found = self._captured(
                     InputsAndOutputs(
@@ -207,17 +292,6 @@ class CaptureScope(ExecutableScope):
         """The leaves of the values that the step returns, by name."""
         return {name: tree_flatten(value)[0] for name, value in self._returned.items()}
 
-    def _check(self) -> None:
-        if self._reason is not None:
-            raise self._reason
-        if self._breaks.found:
-            raise CannotReplay("a value was read in the step")
-        if self._host_random is None or not self._host_random.equals(HostRandom.now()):
-            raise CannotReplay("the step draws random numbers on the host")
-        for name, value in self._spec.watched().items():
-            if value != self._watched.get(name):
-                raise CannotReplay(f"the step changes {name}: {self._watched.get(name)} -> {value}")
-
     def _reads(self) -> BatchReads | None:
         """What is read in the step. What it copies to the device for that counts as a part of the batch."""
         allowed_reads, batch = self._breaks.allowed_reads, self._spec.batch
@@ -231,19 +305,10 @@ class CaptureScope(ExecutableScope):
         return reads
 
     def _captured(self, places: InputsAndOutputs, reads: BatchReads | None) -> TracedCall:
-        snapshot = ModuleSnapshot(
-            self._called.values(),
-            reassigned=places.reassigned_names,
-            exempt=self._spec.exempt,
-            strict=self._spec.strict,
-        )
-        for math in self._optimizers:
+        for math in self._notes.optimizers:
             places.reassigned_state(math)
             places.note(TensorPlace("tensor", owner=tensor) for tensor in math.state_tensors())
-        for tensor in loose_tensors(snapshot, self._spec, self._optimizers, self._undo_log):
-            snapshot.add(tensor)
-        if snapshot.reason is not None:
-            raise CannotReplay(snapshot.reason)
+        snapshot = self._notes.snapshot(places.reassigned_names, self._undo_log)
         places.note(TensorPlace("tensor", owner=tensor) for tensor in (*self._spec.constants, *snapshot.tensors))
         returned = {name: places.returned(value) for name, value in self._returned.items()}
         (seed,) = self._runtime.lazy.handles([self._seed_input])
@@ -255,29 +320,13 @@ class CaptureScope(ExecutableScope):
         return TracedCall(
             values=values,
             gradients=GradientChanges(before=places.grads, created=places.created, dropped=places.dropped),
-            host=HostEffects(optimizers=self._optimizers, attributes=places.host_changes, reassigned=places.reassigned),
+            host=HostEffects(
+                optimizers=self._notes.optimizers, attributes=places.host_changes, reassigned=places.reassigned
+            ),
             snapshot=snapshot,
-            updates=self._updates,
+            updates=self._notes.updates,
             unrepeatable=places.unrepeatable,
             sharing=groups((*map(storage_of, values.state), *map(places.storage_at, elsewhere)), {}),
             graph=places.graph.name,
             reads=reads,
         )
-
-
-def loose_tensors(
-    snapshot: ModuleSnapshot, spec: CallSpec, optimizers: Sequence[OptimizerHostMath], undo_log: UndoLog
-) -> list[torch.Tensor]:
-    """The tensors that a call uses and that are in no module and not in its batch.
-
-    Args:
-        snapshot: of the modules.
-        spec: of the call.
-        optimizers: that step in it.
-        undo_log: of the call.
-    """
-    seen = set(map(id, (*snapshot.tensors, *spec.tensors.batch)))
-    groups = [group["params"] for math in optimizers for group in math.optimizer.param_groups]
-    leaves = (leaf for leaf, _ in undo_log.leaves())
-    found = (*leaves, *(item for group in groups for item in group), *spec.constants)
-    return list({id(tensor): tensor for tensor in found if id(tensor) not in seen}.values())

@@ -6,24 +6,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from xla_adapters.replay.attribute_changes import AttributesBefore
 from xla_adapters.replay.call_spec import CallSpec
-from xla_adapters.replay.capture import loose_tensors
+from xla_adapters.replay.capture import CallNotes
 from xla_adapters.replay.guards.snapshot import ModuleSnapshot
-from xla_adapters.replay.number_inputs import HostUpdate
-from xla_adapters.replay.optimizer_host_math import OptimizerHostMath
 from xla_adapters.replay.placeholders.traced_call import PlaceholderCall
-from xla_adapters.replay.safety.allowlist import OPTIMIZERS
 from xla_adapters.replay.tensor_places import CannotReplay, Returned, TensorPlace
 from xla_adapters.replay.traced_call import HostEffects
 from xla_adapters.tracing.placeholders.program import Program
 from xla_adapters.tracing.placeholders.scope import PlaceholderScope
 from xla_adapters.tracing.placeholders.trace import Trace
-from xla_adapters.utils.host_random import HostRandom
 from xla_adapters.utils.nested_values import is_simple
 
 Outcome = PlaceholderCall | CannotReplay
@@ -43,11 +38,8 @@ class PlaceholderCapture(PlaceholderScope):
         self._spec = spec
         self._done = done
         self._returned: dict[str, Any] = {}
-        self._called: dict[int, torch.nn.Module] = {id(module): module for module in spec.modules}
-        self._optimizers: list[OptimizerHostMath] = []
-        self._updates: list[HostUpdate] = []
+        self._notes = CallNotes(spec)
         self._roles_of: list[int] = []
-        self._reason: CannotReplay | None = None
         self._outcome: Outcome = CannotReplay("the step computes nothing")
 
     def keep(self, name: str, value: Any) -> None:
@@ -59,47 +51,22 @@ class PlaceholderCapture(PlaceholderScope):
         return {name: tree_flatten(value)[0] for name, value in self._returned.items()}
 
     def _start_tracing(self) -> None:
-        self._watched = dict(self._spec.watched())
         self._attributes_before = AttributesBefore(self._spec.owners())
-        self._restores.callback(register_module_forward_pre_hook(self._note_module).remove)
-        self._host_random = HostRandom.now()
+        self._notes.begin(self._restores, lambda: self.is_current)
         super()._start_tracing()
-
-    def _note_module(self, module: torch.nn.Module, args: Any) -> None:
-        if self.is_current:
-            self._called.setdefault(id(module), module)
 
     # ---- updates -------------------------------------------------------------------------------
 
     def _roles(self, optimizer: Optimizer) -> list[tuple[int, float]] | None:
-        random = HostRandom.now()
-        begin = sum(len(update.numbers) for update in self._updates)
-        try:
-            if any(math.optimizer is optimizer for math in self._optimizers):
-                raise CannotReplay(f"{type(optimizer).__name__} steps twice in one step")
-            if self._spec.strict and type(optimizer) not in OPTIMIZERS:
-                raise CannotReplay(f"{type(optimizer).__name__} is none of the optimizers whose updates are known")
-            math = OptimizerHostMath(optimizer, single=True)
-            update = math.play()
-            roles = math.roles(update)
-            math.find_idle_groups()
-            if not random.equals(HostRandom.now()):
-                raise CannotReplay(f"{type(optimizer).__name__} draws random numbers on the host")
-        except CannotReplay as error:
-            self._reason = error
-            random.restore()
-            return None
-        self._optimizers.append(math)
-        self._updates.append(update)
-        return [(begin + role, value) for role, value in roles]
+        return self._notes.update(optimizer, single=True)
 
     def update_ended(self, optimizer: Optimizer) -> None:
         """Notes which numbers became arguments of the program."""
         lifting = self._lifting
-        if lifting is not None and self._reason is None:
+        if lifting is not None and self._notes.reason is None:
             lifting.finish()
             if lifting.reason is not None:
-                self._reason = CannotReplay(f"{type(optimizer).__name__}: {lifting.reason}")
+                self._notes.reason = CannotReplay(f"{type(optimizer).__name__}: {lifting.reason}")
             self._roles_of += sorted(lifting.arguments, key=lifting.arguments.__getitem__)
         super().update_ended(optimizer)
 
@@ -120,19 +87,11 @@ class PlaceholderCapture(PlaceholderScope):
 
     def flush(self) -> None:
         """See `PlaceholderScope`."""
-        self._reason = CannotReplay("a part of the step is executed operation by operation")
+        self._notes.reason = CannotReplay("a part of the step is executed operation by operation")
         super().flush()
 
     def _check(self, trace: Trace) -> None:
-        if self._reason is not None:
-            raise self._reason
-        if self._breaks.found:
-            raise CannotReplay("a value was read in the step")
-        if not self._host_random.equals(HostRandom.now()):
-            raise CannotReplay("the step draws random numbers on the host")
-        for name, value in self._spec.watched().items():
-            if value != self._watched.get(name):
-                raise CannotReplay(f"the step changes {name}: {self._watched.get(name)} -> {value}")
+        self._notes.check(reads=self._breaks.found)
         if any(item.aliases for item in trace.inputs):
             raise CannotReplay("two tensors of the step share their memory")
 
@@ -141,16 +100,8 @@ class PlaceholderCapture(PlaceholderScope):
         reassigned = log.reassigned_buffers()
         tensors, attributes = self._attributes_before.changes(self._spec.owners())
         names = {(id(module), name) for module, name, _ in reassigned} | {(id(owner), name) for owner, name in tensors}
-        snapshot = ModuleSnapshot(
-            self._called.values(),
-            reassigned=names | {(id(change.owner), change.name) for change in attributes},
-            exempt=self._spec.exempt,
-            strict=self._spec.strict,
-        )
-        for tensor in loose_tensors(snapshot, self._spec, self._optimizers, self._undo_log):
-            snapshot.add(tensor)
-        if snapshot.reason is not None:
-            raise CannotReplay(snapshot.reason)
+        names |= {(id(change.owner), change.name) for change in attributes}
+        snapshot = self._notes.snapshot(names, log)
         places = self._places_read(snapshot)
         sources: list[TensorPlace | torch.Tensor] = []
         for item in trace.inputs:
@@ -187,11 +138,11 @@ class PlaceholderCapture(PlaceholderScope):
             before=[(leaf, grad is not None) for leaf, grad in leaves],
             dropped=[leaf for leaf, grad in leaves if grad is not None and leaf.grad is None],
             host=HostEffects(
-                optimizers=self._optimizers,
+                optimizers=self._notes.optimizers,
                 attributes=attributes,
                 reassigned={place.key for place, _ in assigned},
             ),
-            updates=self._updates,
+            updates=self._notes.updates,
             snapshot=snapshot,
             forms={index: (program.results[index].shape, program.results[index].dtype) for index in positions},
         )
@@ -199,7 +150,7 @@ class PlaceholderCapture(PlaceholderScope):
     def _places_read(self, snapshot: ModuleSnapshot) -> dict[int, TensorPlace]:
         """The places of all tensors that the step may read, by `id`."""
         spec = self._spec
-        states = (tensor for math in self._optimizers for tensor in math.state_tensors())
+        states = (tensor for math in self._notes.optimizers for tensor in math.state_tensors())
         places = {id(tensor): TensorPlace("tensor", tensor) for tensor in (*snapshot.tensors, *states, *spec.constants)}
         batch = set(map(id, spec.tensors.batch)) - set(map(id, spec.tensors.extras))
         if not batch.isdisjoint(places):
