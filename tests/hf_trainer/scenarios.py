@@ -265,7 +265,7 @@ def traced_and_replayed(
 
     Args:
         replays: how many steps may be replayed; some of them are traced, to verify the others.
-        recordings: how many cached calls the steps alternate between; each is verified on its own.
+        recordings: how many traced calls the steps alternate between; each is verified on its own.
         make: makes the model, the same at each call.
         data: the training data.
         args: options of `TrainingArguments`.

@@ -245,7 +245,7 @@ def test_a_tensor_that_has_moved_is_not_looked_for_at_its_old_address() -> None:
     runtime = xla_adapters.get_runtime()
     total, batch = torch.zeros(1).to(DEVICE), torch.ones(8, device=DEVICE)
     scope = CaptureScope(
-        CallSpec(batch=[batch], extras=[total]), set(), lambda found, is_cached: None, config=XLAConfig()
+        CallSpec(batch=[batch], extras=[total]), set(), lambda found, is_executable_kept: None, config=XLAConfig()
     )
     scope.open()
     (before,) = runtime.lazy.handles([total])

@@ -256,8 +256,8 @@ class CaptureScope(ExecutableScope):
             except CannotReplay as error:
                 found = CannotReplay(str(error))
             self._verify(found)
-            is_cached = isinstance(found, TracedCall) or graph.name in self._executables
-            if is_cached:
+            is_executable_kept = isinstance(found, TracedCall) or graph.name in self._executables
+            if is_executable_kept:
                 # Tracing has advanced the seed. The next step continues from the seed at the beginning of this one.
                 self._runtime.random.set_seed(self._stream)
                 name, results = graph.run(self._look_at(graph))
@@ -269,7 +269,7 @@ class CaptureScope(ExecutableScope):
             else:
                 StepScope._execute(self)
             graph.forget()
-        self._done(found, is_cached)
+        self._done(found, is_executable_kept)
 
     def _unmoved(self) -> dict[int, list[TensorPlace]]:
         """The places of the batch and the extras that are still in the buffers they were in before the step, by handle.

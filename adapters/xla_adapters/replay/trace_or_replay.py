@@ -50,7 +50,7 @@ class _Record:
         replayed: replays since `launcher` was set or last verified.
         due: how many replays there are before the next verification; None for no verification.
         trusted: calls of the step up to the last traced one.
-        is_cached: whether the last traced call ran an executable that replays would call.
+        is_executable_kept: whether the last traced call ran an executable that replays would call.
         indices: by the positions of those tensors of the batch whose values the host knows: what a replay compares.
         graph: the name of the graph that they are of.
     """
@@ -63,7 +63,7 @@ class _Record:
     replayed: int = 0
     due: int | None = None
     trusted: int = 0
-    is_cached: bool = False
+    is_executable_kept: bool = False
     indices: dict[frozenset[int], CheckedIndices] = field(default_factory=dict)
     graph: bytes = b""
 
@@ -219,7 +219,7 @@ class TraceOrReplay:
 
     def _uncaptured(self, record: _Record, spec: CallSpec, **options: Any) -> StepScope:
         """The scope of a call that is traced and not captured."""
-        separating = ExecutableScope if record.is_cached else SeparatingScope
+        separating = ExecutableScope if record.is_executable_kept else SeparatingScope
         return separating(spec, **options)
 
     def refused(self, spec: CallSpec, **options: Any) -> Any:
@@ -280,7 +280,7 @@ class TraceOrReplay:
     ) -> CaptureScope:
         known = frozenset(values_on_host(spec.batch))
 
-        def take(outcome: TracedCall | CannotReplay, is_cached: bool) -> None:
+        def take(outcome: TracedCall | CannotReplay, is_executable_kept: bool) -> None:
             record = before
             reads = outcome.reads if isinstance(outcome, TracedCall) else None
             if reads is not None and not self._note_course(signature, reads):
@@ -288,7 +288,7 @@ class TraceOrReplay:
             elif reads is not None:
                 record = self._record_of((signature, reads.course))
                 record.deadline = spec.deadline
-            record.is_cached = is_cached
+            record.is_executable_kept = is_executable_kept
             record.note_indices(known, spec.batch, b"" if isinstance(outcome, CannotReplay) else outcome.graph)
             if verification is not None and self._is_verified(record, verification, outcome, scope):
                 return

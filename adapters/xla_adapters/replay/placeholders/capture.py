@@ -29,7 +29,7 @@ class PlaceholderCapture(PlaceholderScope):
 
     Args:
         spec: describes the call.
-        done: called with the recorded call, or why there is none, once the call was executed.
+        done: called with the traced call, or why there is none, once the call was executed.
         **options: as for `StepScope`.
     """
 

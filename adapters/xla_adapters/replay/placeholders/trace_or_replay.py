@@ -108,7 +108,7 @@ class PlaceholderTraceOrReplay(TraceOrReplay):
         return PlaceholderCapture(spec, lambda outcome: None, **options)
 
     def refused(self, spec: CallSpec, **options: Any) -> Any:
-        """As of the other cache: its calls, too, have other arguments than a plain scope's."""
+        """See `TraceOrReplay`. Its calls, too, have other arguments than a plain scope's."""
         return self._uncaptured(None, spec, **options) if self._records else None
 
     def _replayed(self, name: str, launcher: Any, **options: Any) -> ReplayedCall:

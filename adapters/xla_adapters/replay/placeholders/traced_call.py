@@ -149,7 +149,7 @@ class _Places:
 
 @dataclass(eq=False)
 class PlaceholderLauncher:
-    """A recorded call that can be replayed: checks that it still applies, runs it, stores its results.
+    """Runs the program of a traced call again: checks that it still applies, collects its inputs, stores its results.
 
     Attributes:
         call: two traced calls agreed on it.
