@@ -78,11 +78,11 @@ class Meter:
 
     def run(self, losses: list[float]) -> Run:
         """What was measured."""
-        run = Run(losses, host_ms=_steady(self._host), wall_ms=_steady(self._wall))
+        run = Run(losses, host_ms=_settled(self._host), wall_ms=_settled(self._wall))
         if self._on_device:
             run.compiles = sum(counts.compiles for counts in self._counts)
-            run.executions = _steady([counts.executions for counts in self._counts])
-            run.transfers = _steady([counts.transfers_to_device + counts.transfers_to_host for counts in self._counts])
+            run.executions = _settled([counts.executions for counts in self._counts])
+            run.transfers = _settled([counts.transfers_to_device + counts.transfers_to_host for counts in self._counts])
         return run
 
     def _counted(self) -> stand_in.Counts:
@@ -92,7 +92,7 @@ class Meter:
         return stand_in.counts()
 
 
-def _steady(values: Sequence[float]) -> float:
+def _settled(values: Sequence[float]) -> float:
     return statistics.median(values[_WARM_UP:])
 
 
