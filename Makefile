@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # With the frameworks that benchmarks compare with.
 BENCH_STAMP := $(VENV)/.installed-bench
+# With what the tests of these import.
+PEERS_STAMP := $(VENV)/.installed-peers
 
 # TorchTPU needs another torch than torch_xla, so it has an environment of its own.
 TPU_VENV := .venv-torch-tpu
@@ -12,7 +14,7 @@ TPU_BIN := $(TPU_VENV)/bin
 TPU_STAMP := $(TPU_VENV)/.installed
 
 .PHONY: demo test test-apart test-rest test-slow test-long test-untuned test-untuned-apart \
-	test-untuned-rest test-torch-tpu test-torch-tpu-apart test-torch-tpu-rest test-package test-versions test-oldest test-newest \
+	test-untuned-rest test-torch-tpu test-torch-tpu-apart test-torch-tpu-rest test-package test-versions peer-suites test-oldest test-newest \
 	bench-torch-tpu lint docs bench clean
 
 demo: $(STAMP)
@@ -88,6 +90,12 @@ test-package: $(STAMP)
 # The adapters with the oldest and with the newest libraries that pyproject.toml allows, each in an environment of its own.
 VERSIONED := $(addprefix tests/,contract hf_trainer lightning_strategy adapters test_requirements.py)
 
+# The tests of Lightning and transformers, from folders that have them: make peer-suites LIGHTNING=... TRANSFORMERS=...
+peer-suites: $(PEERS_STAMP)
+	@test -n "$(LIGHTNING)$(TRANSFORMERS)" || { $(BIN)/python -m tests.peer_suites --help; exit 2; }
+	$(if $(LIGHTNING),$(BIN)/python -m tests.peer_suites lightning $(LIGHTNING))
+	$(if $(TRANSFORMERS),$(BIN)/python -m tests.peer_suites transformers $(TRANSFORMERS))
+
 test-versions: test-oldest test-newest
 
 test-oldest test-newest: test-%: .venv-%/.installed
@@ -127,6 +135,10 @@ $(STAMP): pyproject.toml constraints.txt $(PLUGIN)
 $(BENCH_STAMP): $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt --editable '.[bench]'
 	touch $(BENCH_STAMP)
+
+$(PEERS_STAMP): $(STAMP)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt --editable '.[peer-suites]'
+	touch $(PEERS_STAMP)
 
 # uv is told of the folders with wheels that pip knows: one may have a torch without CUDA, which is much smaller.
 $(TPU_STAMP): pyproject.toml constraints-torch-tpu.txt $(PLUGIN)
