@@ -76,9 +76,6 @@ LEFT_OUT: dict[str, str] = {
     "test_replaced_code.py::test_what_is_replaced_runs[the engine's entry]": (
         "it replaces what torch 2.9 calls for a backward; torch 2.13 gives it other arguments"
     ),
-    "hf_trainer/test_training.py::test_checkpointing_computes_twice_and_the_same": (
-        "activation checkpointing of what draws random numbers is refused"
-    ),
     "lightning_strategy/test_training.py::test_the_process_is_eager_once_there_is_a_strategy_and_during_runs": _LAZY,
     "lightning_strategy/test_training.py::test_losses_read_behind_each_batch_cost_a_transfer_and_nothing_else": (
         "xla_adapters.count() does not see copies to the host of torch_tpu"

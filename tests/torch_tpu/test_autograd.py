@@ -327,13 +327,6 @@ def test_gradients_are_the_same(reentrant: bool) -> None:
     torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_refused_where_the_recomputation_would_draw_other_numbers(reentrant: bool) -> None:
-    xla_adapters.initialize()
-    with pytest.raises(UnsupportedOptionError, match=r"(?s)draws random.*test_autograd\.py:\d+"):
-        _gradients(0.5, checkpointed=True, reentrant=reentrant)
-
-
 # ---- complex numbers --------------------------------------------------------------------------------
 
 
