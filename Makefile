@@ -63,7 +63,7 @@ test-untuned-rest:
 
 # Tests of torch_xla that run on TorchTPU, too; which of them do not, and why, is in tests/torch_tpu/session.py.
 ON_BOTH := $(addprefix tests/,tracing/test_exceptions.py tracing/test_rfc_stories.py tracing/test_step_scope.py \
-	tracing/test_optimizers.py tracing/test_nesting.py tracing/test_index_check.py replay/test_replay.py \
+	tracing/test_optimizers.py tracing/test_nesting.py tracing/test_activation_checkpointing.py tracing/test_index_check.py replay/test_replay.py \
 	replay/test_replay_optimizers.py replay/test_replay_batch_in_writes.py replay/test_replay_guards.py \
 	replay/test_replay_hidden.py replay/test_replay_reads.py replay/test_replaced_code.py \
 	$(addprefix lightning_strategy/test_,training.py loops.py exceptions.py optimization.py))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import sys
 import tempfile
 from dataclasses import asdict
@@ -20,10 +21,12 @@ from typing import Any
 from benchmarks import report
 from tests.children import run_in_child
 from tests.torch_tpu import stand_in
+from tests.torch_tpu.ranks import outcomes_on_ranks
 
 _EXACT = 1e-5
 _OF_EAGER = 1 / 20
 _EAGER, _REPLAYED, _OUR_TRAINER = "TorchTPU, eager", "xla_adapters.CompiledStep", "hf_trainer.Trainer"
+_SCHEMES = ("dp", "fsdp")
 _OURS = ("xla_adapters.step()", _REPLAYED, _OUR_TRAINER)
 
 
@@ -33,7 +36,8 @@ def rows() -> list[tuple[str, str, str]]:
         ("transformers.Trainer, device set by hand", "stock_trainer", "trainer_on_cpu"),
         (_EAGER, "eager", "plain_cpu"),
         ("TorchTPU, fused eager", "fused_eager", "plain_cpu"),
-        ("torch.compile of model and optimizer", "compiled", "plain_cpu"),
+        ("torch.compile of the whole step", "compiled", "plain_cpu"),
+        ("SingleTraceTrainer (constant rate, no clipping)", "single_trace", "plain_cpu"),
         (_OURS[0], "ours_traced", "plain_cpu"),
         (_REPLAYED, "ours_replayed", "plain_cpu"),
         (_OUR_TRAINER, "our_trainer", "trainer_on_cpu"),
@@ -65,10 +69,39 @@ def measure(model: str, steps: int, timeout: float) -> list[dict[str, Any]]:
     return measured
 
 
+def measure_ranks(model: str, steps: int, timeout: float, count: int) -> list[dict[str, Any]]:
+    """All rows of one model on several ranks; launches are those of one of them, compiles those of all."""
+    from benchmarks.torch_tpu import trainings
+
+    def run(how: str, **options: bool) -> list[Any]:
+        train = functools.partial(trainings.on_rank, model, 2 if "counts_bytes" in options else steps, how, **options)
+        # Programs that another run has compiled would not be compiled.
+        fresh = {"TORCH_TPU_TIER2_COMPILATION_CACHE": secrets.token_hex(8), "XLA_ADAPTERS_CACHE_DIR": "off"}
+        found = outcomes_on_ranks(count, train, timeout=timeout, env=fresh)
+        error = next((outcome.short_error for outcome in found if not outcome.ok), None)
+        print(f"{model}, {count} ranks, {how} {options}: {error or 'done'}", file=sys.stderr, flush=True)
+        return [error, *(outcome.value for outcome in found)]
+
+    reference = run_in_child(functools.partial(trainings.plain_cpu, model, steps), timeout=timeout).value
+    measured = []
+    for how in ("DDP", "FSDP2", *_SCHEMES):
+        sent = run(how, counts_bytes=True)[1]
+        for compiles in (False, True) if how not in _SCHEMES else (False,):
+            error, *ranks = run(how, compiles=compiles)
+            name = f"{how}{', torch.compile of the whole step' if compiles else ''}"
+            row: dict[str, Any] = {"model": model, "step": name, "ranks": count, "error": error}
+            if error is None:
+                losses = [sum(each) / count for each in zip(*(rank.losses for rank in ranks), strict=True)]
+                row |= asdict(ranks[0]) | {"compiles": sum(rank.compiles for rank in ranks), "sent_mb": sent.sent_mb}
+                row["difference"] = trainings.largest_difference(losses, reference.losses)
+            measured.append(row)
+    return measured
+
+
 def table_of(measured: list[dict[str, Any]]) -> str:
     """The rows as a table, followed by errors."""
-    names = ("model", "step", "executions", "compiles", "transfers", "host_ms", "wall_ms", "difference")
-    headers = ("model", "step", "launches", "compiles in all", "transfers", "host ms", "wall ms", "difference")
+    names = ("model", "step", "executions", "compiles", "transfers", "host_ms", "sent_mb", "difference")
+    headers = ("model", "step", "launches", "compiles in all", "transfers", "host ms", "MB sent", "difference")
     text = report.table(headers, [[row.get(name) for name in names] for row in measured])
     return "\n".join([text, *(f"  {row['model']}, {row['step']}: {row['error']}" for row in measured if row["error"])])
 
@@ -77,11 +110,11 @@ def add_targets(made: report.Report, measured: list[dict[str, Any]]) -> None:
     """Adds our targets; a run that crashed misses all of them."""
     eager = {row["model"]: row.get("host_ms") for row in measured if row["step"] == _EAGER}
     for row in measured:
-        if row["step"] not in _OURS:
+        if row["step"] not in (*_OURS, *_SCHEMES):
             continue
         name = f"{row['model']}, {row['step']}"
         made.target(f"{name}: launches per step", row.get("executions"), "exactly", 1)
-        made.target(f"{name}: compiles in all", row.get("compiles"), "exactly", 1)
+        made.target(f"{name}: compiles in all", row.get("compiles"), "exactly", row.get("ranks", 1))
         made.target(f"{name}: difference of losses", row.get("difference"), "at most", _EXACT)
         if row["step"] == _REPLAYED:
             own, of_eager = row.get("host_ms"), eager[row["model"]]
@@ -95,6 +128,7 @@ def main(command: list[str] | None = None) -> int:
     """The program."""
     parser = report.parser(str(__doc__).splitlines()[0])
     parser.add_argument("--models", default="GPT-2,Llama", metavar="NAMES", help="comma-separated")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="on so many ranks: 2, 4 or 8")
     parser.add_argument("--steps", type=int, default=20, help="at least 8")
     parser.add_argument("--timeout", type=float, default=300, help="seconds per run")
     options = parser.parse_args(command)
@@ -106,7 +140,10 @@ def main(command: list[str] | None = None) -> int:
         os.environ.update(stand_in.environment(Path(folder)))
         stand_in.start()
         for model in options.models.split(","):
-            measured += measure(model, options.steps, options.timeout)
+            if options.ranks > 1:
+                measured += measure_ranks(model, options.steps, options.timeout, options.ranks)
+            else:
+                measured += measure(model, options.steps, options.timeout)
             made.save(options)
     add_targets(made, measured)
     print(str(__doc__).split("\n\n", 1)[1])

@@ -14,7 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 
 from benchmarks.sizes import Size
@@ -41,6 +46,7 @@ class Run:
         transfers: from and to the device, likewise.
         host_ms: CPU time of the thread that trains, likewise. Reading the loss is not part of it.
         wall_ms: wall time, likewise; the device may still compute.
+        sent_mb: what a rank sends in a step, if each collective is a ring; in runs that count it only.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -49,6 +55,7 @@ class Run:
     transfers: float | None = None
     host_ms: float | None = None
     wall_ms: float | None = None
+    sent_mb: float | None = None
 
 
 class Meter:
@@ -93,7 +100,7 @@ class Meter:
 
 
 def _settled(values: Sequence[float]) -> float:
-    return statistics.median(values[_WARM_UP:])
+    return statistics.median(values[_WARM_UP:] or values)
 
 
 @dataclass
@@ -106,11 +113,23 @@ class Training:
     batches: list[Batch]
 
     @classmethod
-    def make(cls, name: str, steps: int, device: str, *, capturable: bool = False, falls: bool = True) -> Training:
-        """A training of one of `NAMES`."""
+    def make(
+        cls,
+        name: str,
+        steps: int,
+        device: str,
+        *,
+        capturable: bool = False,
+        falls: bool = True,
+        distribute: Callable[[Any], Any] = lambda model: model,
+    ) -> Training:
+        """A training of one of `NAMES`; of a model that `distribute` returns."""
         torch.manual_seed(0)
         model = _MODELS[name].model().to(device)
+        # TorchTPU unties weights where it moves a model.
+        model.tie_weights()
         model.train()
+        model = distribute(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, capturable=capturable)
         if falls:
             scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 0, steps)
@@ -131,7 +150,8 @@ class Training:
         """Trains on all batches."""
         meter, losses = Meter(on_device=device != "cpu"), []
         for batch in self.batches:
-            on_device = {name: value.to(device) for name, value in batch.items()}
+            ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+            on_device = {name: value.chunk(ranks)[rank].to(device) for name, value in batch.items()}
             meter.begin()
             loss = (step or self.step)(on_device)
             meter.end()
@@ -157,20 +177,19 @@ def fused_eager(name: str, steps: int) -> Run:
 
 
 def compiled(name: str, steps: int) -> Run:
-    """`torch.compile` of the model, and of the optimizer's step."""
+    """`torch.compile` of the whole step, as TorchTPU's guide has it."""
     training = Training.make(name, steps, "tpu", capturable=True)
-    model, update = training.model, torch.compile(training.optimizer.step)
-    training.model = torch.compile(model)
+    return training.train("tpu", torch.compile(training.step))
 
-    def step(batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = training.model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        update()
-        training.optimizer.zero_grad()
-        return loss.detach()
 
-    return training.train("tpu", step)
+def single_trace(name: str, steps: int) -> Run:
+    """TorchTPU's own trainer: at a constant learning rate and without clipping, which it does not have."""
+    from torch_tpu._internal.optimizers.single_trace_trainer import AdamW, SingleTraceTrainer
+
+    training = Training.make(name, steps, "tpu")
+    trainer = SingleTraceTrainer(training.model, AdamW(lr=LEARNING_RATE, use_bfloat16_moments=False))
+    example = {key: value.to("tpu") for key, value in training.batches[0].items()}
+    return training.train("tpu", trainer.make_compiled_train_step(example, compile_fn=torch.compile))
 
 
 def ours_traced(name: str, steps: int) -> Run:
@@ -194,6 +213,64 @@ def ours_replayed(name: str, steps: int) -> Run:
     xla_adapters.initialize()
     training = Training.make(name, steps, "tpu")
     return training.train("tpu", xla_adapters.CompiledStep(training.step))
+
+
+# ---- several ranks -------------------------------------------------------------------------------
+
+
+class _Sent(TorchDispatchMode):
+    """Counts the bytes that a rank sends in torch's collectives, if each is a ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.name().replace("_", "")
+        if "c10d" in name and "wait" not in name:
+            whole = max((item.nbytes for item in tree_leaves((args, result)) if isinstance(item, torch.Tensor)), default=0)
+            self.bytes += (2 if "allreduce" in name else 1) * whole * (1 - 1 / dist.get_world_size())
+        return result
+
+
+def on_rank(name: str, steps: int, how: str, *, compiles: bool = False, counts_bytes: bool = False) -> Run:
+    """This rank's part of a training.
+
+    Args:
+        name: of the model.
+        steps: number of steps.
+        how: `"DDP"` and `"FSDP2"` are torch's; others are schemes of `distribute_module`.
+        compiles: whether the whole step is compiled by `torch.compile`.
+        counts_bytes: whether to count what is sent, and nothing else.
+    """
+    import xla_adapters
+    from xla_adapters.sharding import distribute_module
+
+    def distribute(model: Any) -> Any:
+        if how == "DDP":
+            return torch.nn.parallel.DistributedDataParallel(model)
+        if how != "FSDP2":
+            return distribute_module(model, partition_fn=how)
+        mesh = init_device_mesh("tpu", (dist.get_world_size(),))
+        for layer in model.transformer.h if hasattr(model, "transformer") else model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    if ours := how not in ("DDP", "FSDP2"):
+        xla_adapters.initialize(spmd=True)
+    else:
+        dist.init_process_group("cpu:gloo,tpu:tpu_dist")
+    training, sent = Training.make(name, steps, "tpu", capturable=compiles, distribute=distribute), _Sent()
+
+    def counted(batch: Batch) -> torch.Tensor:
+        sent.bytes = 0
+        with sent:
+            return training.step(batch)
+
+    step = counted if counts_bytes else training.step
+    run = training.train("tpu", xla_adapters.CompiledStep(step) if ours else torch.compile(step) if compiles else step)
+    return replace(run, sent_mb=sent.bytes / 1e6)
 
 
 # ---- transformers' Trainer -----------------------------------------------------------------------

@@ -16,8 +16,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import xla_adapters
-from xla_adapters import CompiledStep, TensorReadError, UnsupportedOptionError, get_runtime
+from xla_adapters import CompiledStep, StepSeed, TensorReadError, get_runtime
 from xla_adapters.errors import DenseGradientWarning, PlaceholderError
+from xla_adapters.runtime.torch_tpu.placeholders import TPUPlaceholders
 
 pytestmark = pytest.mark.isolated
 
@@ -307,31 +308,41 @@ def _training(device: str) -> tuple[Callable[[torch.Tensor], torch.Tensor], Comp
 
 # ---- activation checkpointing -----------------------------------------------------------------------
 
-
-def _gradients(dropout: float, *, checkpointed: bool, reentrant: bool) -> list[torch.Tensor]:
+def _gradients(dropout: float, *, reentrant: bool | None) -> list[torch.Tensor]:
+    """Of a loss, which is the first of them; without checkpointing if `reentrant` is None."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.Linear(8, 8)).to("tpu")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.GELU(), nn.Linear(8, 8)).to("tpu")
     batch = torch.randn(4, 8).to("tpu").requires_grad_()
-    with xla_adapters.step():
-        result = checkpoint(model, batch, use_reentrant=reentrant) if checkpointed else model(batch)
-        result.square().sum().backward()
-    return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    with xla_adapters.step(seed=StepSeed(seed=1, step=0)):
+        result = model(batch) if reentrant is None else checkpoint(model, batch, use_reentrant=reentrant)
+        loss = result.square().sum()
+        loss.backward()
+    return [value.detach().cpu() for value in (loss, *(parameter.grad for parameter in model.parameters()))]
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradients_are_the_same(reentrant: bool) -> None:
+def test_checkpointing_computes_again_behind_a_barrier(
+    reentrant: bool, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     xla_adapters.initialize()
-    ours = _gradients(0.0, checkpointed=True, reentrant=reentrant)
-    plain = _gradients(0.0, checkpointed=False, reentrant=reentrant)
-    assert len(ours) == 4
+    texts: list[str] = []
+    compiled = TPUPlaceholders.compile
+
+    def compile(self, results, arguments, donated, name):  # type: ignore[no-untyped-def]
+        texts.append(self.text(results, arguments))
+        return compiled(self, results, arguments, donated, name)
+
+    monkeypatch.setattr(TPUPlaceholders, "compile", compile)
+    plain, ours = (_gradients(dropout, reentrant=which) for which in (None, reentrant))
     torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_refused_where_the_recomputation_would_draw_other_numbers(reentrant: bool) -> None:
-    xla_adapters.initialize()
-    with pytest.raises(UnsupportedOptionError, match=r"(?s)draws random.*test_autograd\.py:\d+"):
-        _gradients(0.5, checkpointed=True, reentrant=reentrant)
+    barriers, products, draws = (
+        [text.count(f"stablehlo.{name} ") for text in texts]
+        for name in ("optimization_barrier", "dot_general", "rng_bit_generator")
+    )
+    assert barriers == [0, 1]
+    assert products[1] > products[0]
+    assert draws == ([1, 2] if dropout else [0, 0])
 
 
 # ---- complex numbers --------------------------------------------------------------------------------

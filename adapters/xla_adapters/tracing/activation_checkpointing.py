@@ -21,9 +21,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torchs
 
-from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.open_step import in_step
 from xla_adapters.runtime import Runtime, get_runtime
-from xla_adapters.utils.location import current_location
 from xla_adapters.utils.nested_values import replaced, tensors_in
 from xla_adapters.utils.patching import replaced as patched
 from xla_adapters.utils.torch_modes import device_type
@@ -166,12 +165,6 @@ class _Recomputed:
         outputs = self._call(self.bound, args, kwargs)
         if self._preserves_stream and not self._runtime.random.is_at(stream):
             # Otherwise nothing was drawn, and the stream need not be set, which would be an input of the graph.
-            if self._runtime.has_placeholders:
-                raise UnsupportedOptionError(
-                    "activation checkpointing of a function that draws random numbers (dropout): on TorchTPU its "
-                    "recomputation inside a step would draw others, and the gradients would be wrong. Set the dropout "
-                    f"to 0, or switch the checkpointing off\n  where: {current_location()}"
-                )
             self._stream = stream
         return outputs
 
@@ -188,24 +181,24 @@ class _Recomputed:
             self._gradients.append(weakref.ref(gradient))
 
     def _recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound, args, kwargs = self._behind_barrier((self.bound, args, kwargs))
-        if self._stream is not None:
-            present = self._runtime.random.seed()
-            self._runtime.random.set_seed(self._stream)
+        (bound, args, kwargs), stream = self._behind_barrier((self.bound, args, kwargs))
+        if stream is not None:
+            present = self._runtime.random.position()
+            self._runtime.random.go_to(stream)
         try:
             with torch.autocast(**self._autocast):
                 return self._call(bound, args, kwargs)
         finally:
-            if self._stream is not None:
-                self._runtime.random.set_seed(present)
+            if stream is not None:
+                self._runtime.random.go_to(present)
 
     def _call(
         self, bound: tuple[tuple[Any, ...], dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         return self._function(*bound[0], *args, **{**bound[1], **kwargs})
 
-    def _behind_barrier(self, inputs: Any) -> Any:
-        """The same inputs as other tensors, which XLA does not know to be the same."""
+    def _behind_barrier(self, inputs: Any) -> tuple[Any, Any]:
+        """The same inputs, and where the forward drew from, as other tensors, which XLA does not know to be the same."""
         copies: dict[int, torch.Tensor] = {}
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,9 +211,13 @@ class _Recomputed:
 
         gradients = [gradient for reference in self._gradients if (gradient := reference()) is not None]
         self._gradients = []
-        if self._runtime.tracing.eager():
+        if self._runtime.tracing.eager() and not (self._runtime.has_placeholders and in_step()):
             # Each operation is an execution of its own: XLA sees no two that are the same.
-            return inputs
-        inputs = replaced(inputs, copied)
-        self._runtime.tracing.optimization_barrier([*copies.values(), *gradients])
-        return inputs
+            return inputs, self._stream
+        inputs, stream = replaced(inputs, copied), self._stream
+        if isinstance(stream, torch.Tensor):
+            # Otherwise masks would be kept. A mode would take it for a tensor that the step uses.
+            with torch._C.DisableTorchFunction():
+                stream = copies[id(stream)] = stream.clone()
+        self._runtime.tracing.optimization_barrier([*copies.values()], after=gradients)
+        return inputs, stream

@@ -244,10 +244,13 @@ class Random(Protocol):
         """Sets the state of the stream."""
 
     def position(self) -> Any:
-        """Where the stream is, in a trace, too: for `is_at`. Reads nothing from the device."""
+        """Where the stream is, in a trace, too: for `is_at` and `go_to`. Reads nothing from the device."""
 
     def is_at(self, position: Any) -> bool:
         """Whether nothing was drawn since `position` was taken, in the same trace."""
+
+    def go_to(self, position: Any) -> None:
+        """Has the stream go on from where `position` was taken, in the same trace."""
 
     def seed_input(self) -> torch.Tensor:
         """The present state as an input of an executable."""

@@ -102,10 +102,14 @@ class Tracing(Protocol):
             UnsupportedOptionError: the runtime has no placeholders.
         """
 
-    def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Records a barrier: all these values are computed before anything that reads one of them.
+    def optimization_barrier(self, tensors: Sequence[torch.Tensor], after: Sequence[torch.Tensor] = ()) -> None:
+        """Records a barrier: all these values are computed before anything that reads one of `tensors`.
 
-        The compiler then neither merges nor repeats computations across it. Changes the tensors in place.
+        The compiler then neither merges nor repeats computations across it.
+
+        Args:
+            tensors: changed in place.
+            after: further values that the barrier waits for.
         """
 
     # ---- what others do --------------------------------------------------------------------------

@@ -83,9 +83,15 @@ class TPUPlaceholders:
         state: torch.Tensor = _compiler.get_device_state_tensor(self._generator_of_trace or self._generator())
         return state
 
+    def set_stream_state(self, state: torch.Tensor) -> None:
+        """Has the stream that is drawn from now go on from a state: in a trace, one of the trace."""
+        _compiler.set_device_state_tensor(self._generator_of_trace or self._generator(), state)
+
     def same_value(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """See `Placeholders`."""
-        return one.data_ptr() == other.data_ptr()
+        # A function mode of a trace would take them for tensors that the step uses.
+        with torch._C.DisableTorchFunction():
+            return one.data_ptr() == other.data_ptr()
 
     def text(self, results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> str:
         """See `Placeholders`; without the name of the module, which has a line of the caller's code in it."""

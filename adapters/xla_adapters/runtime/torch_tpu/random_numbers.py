@@ -44,6 +44,10 @@ class TPURandom:
         """See `Random`."""
         return self._placeholders.same_value(self._placeholders.stream_state(), position)
 
+    def go_to(self, position: torch.Tensor) -> None:
+        """See `Random`."""
+        self._placeholders.set_stream_state(position)
+
     def seed_input(self) -> torch.Tensor:
         """See `Random`."""
         return self._placeholders.random_state()

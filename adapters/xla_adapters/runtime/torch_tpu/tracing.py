@@ -106,8 +106,16 @@ class TPUTracing:
         """See `Tracing`."""
         self.traced = traced
 
-    def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Tracing`; torch_tpu has none."""
+    def optimization_barrier(self, tensors: Sequence[torch.Tensor], after: Sequence[torch.Tensor] = ()) -> None:
+        """See `Tracing`; outside of a trace each operation is executed by itself, and there is nothing to keep apart."""
+        if self.traced is None or not tensors:
+            return
+        # The values are the same, so that neither autograd nor a mode need know.
+        unnoted = torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+        with torch.no_grad(), torch._C.DisableTorchFunction(), unnoted:
+            behind = torch.tpu.ops.optimization_barrier([*tensors, *after])  # type: ignore[attr-defined]
+            for tensor, value in zip(tensors, behind, strict=False):
+                tensor.copy_(value)
 
     # ---- what others do --------------------------------------------------------------------------
 

@@ -76,6 +76,10 @@ class XLARandom:
         """See `Random`."""
         return self.seed() == position
 
+    def go_to(self, position: int) -> None:
+        """See `Random`."""
+        self.set_seed(position)
+
     def seed_input(self) -> torch.Tensor:
         """See `Random`."""
         seed: torch.Tensor = _C._get_base_seed_as_tensor(self._device_name)

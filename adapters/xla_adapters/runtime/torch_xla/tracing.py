@@ -141,8 +141,9 @@ class XLATracing:
         """See `Tracing`."""
         raise UnsupportedOptionError("the runtime torch_xla has no placeholders")
 
-    def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Tracing`."""
+    def optimization_barrier(self, tensors: Sequence[torch.Tensor], after: Sequence[torch.Tensor] = ()) -> None:
+        """See `Tracing`; changes the values that it waits for, too."""
+        tensors = [*tensors, *after]
         for tensor in tensors:
             bring_up_to_date(tensor)
         if tensors:
