@@ -32,6 +32,17 @@ def test_counts_by_kind() -> None:
     assert set(lazy.as_dict()) >= {"compiles", "executions", "transfers_to_host", "eager_ops", "host_seconds"}
 
 
+@isolated(env={"XLA_ADAPTERS_CACHE_DIR": "", "CPU_NUM_DEVICES": "2"})
+def test_to_count_does_not_start_the_runtime(tmp_path: Path) -> None:
+    """It would start without what the training in the block asks for."""
+    with xla_adapters.count() as counted:
+        xla_adapters.get_runtime().device.wait()
+        xla_adapters.initialize(spmd=True, cache_dir=str(tmp_path))
+        assert (torch.ones(3).to("xla") * 2.5).sum().item() == 7.5
+    assert counted.eager_compiles > 0
+    assert len(list(tmp_path.iterdir())) == counted.eager_compiles
+
+
 @isolated
 def test_counts_are_there_when_the_body_raises() -> None:
     xla_adapters.initialize(eager=False)

@@ -343,6 +343,7 @@ def test_a_folder_without_rights_is_read(folder: Path) -> None:
     assert run.loads > 0
     assert run.compiles > 0
     assert (run.cache.written, run.warned) == (0, [])
+    assert run.cache.problem == "what is compiled is not kept: the folder can only be read"
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(filled: tuple[Path, Run], tmp_path: Path) -> None:
@@ -350,6 +351,35 @@ def test_a_folder_that_cannot_be_made_is_a_warning(filled: tuple[Path, Run], tmp
     run = in_process(tmp_path / "file" / "programs")
     assert run.losses == pytest.approx(filled[1].losses, rel=1e-5)
     assert "cannot be used" in run.warned[0]
+
+
+def test_what_is_no_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    for name in ("file", "link"):
+        with pytest.raises(compile_cache.FolderProblem, match="it is no folder, or a link to nothing"):
+            compile_cache.open_folder(tmp_path / name)
+
+
+def test_a_relative_folder_in_one_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert compile_cache.folder_of("programs") == tmp_path / "programs"
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(compile_cache.FolderProblem, match="programs cannot be used"):
+        compile_cache.folder_of("programs")
+
+
+def test_a_warning_names_the_folder(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def said() -> str:
+        _link(programs(folder)[0])
+        train(folder)
+        return caplog.text
+
+    assert re.search(
+        rf"compile cache in {folder}: \w+ is not loaded: it is a symbolic link", run_in_child(said, env=_NONE)
+    )
 
 
 def test_a_full_disk(filled: tuple[Path, Run], tmp_path: Path) -> None:
@@ -589,6 +619,35 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("prune", str(folder), "--size", "0K")[1].startswith(f"removed {count} programs")
     assert programs(folder) == []
     assert main(["cache", "list", str(folder / "absent")]) == 2
+
+
+def test_the_command_knows_what_a_run_would_do(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = len(programs(folder))
+    folder.chmod(0o770)
+    assert main(["cache", "verify", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert "others can write to are not executed" in said
+    assert f"{count} programs, {count} of them would not be loaded" in said
+    main(["cache", "info", str(folder)])
+    assert "cannot use it: " in capsys.readouterr().out
+    folder.chmod(0o700)
+    # Of a URL it is the copy on this machine; "off" is no folder.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for said, where in (("gs://bucket/programs", compile_cache.folder_of("gs://bucket/programs")), ("off", None)):
+        place = compile_cache.default_folder() if where is None else where
+        assert place.is_relative_to(tmp_path / "xla_adapters")
+        shutil.copytree(folder, place)
+        monkeypatch.setenv("XLA_ADAPTERS_CACHE_DIR", said)
+        assert main(["cache", "info"]) == 0
+        assert f"{place}: {count} programs" in capsys.readouterr().out
+
+
+def test_the_command_does_not_load_torch(folder: Path) -> None:
+    code = "import sys; from xla_adapters.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    for command in (["list"], ["info"], ["verify"], ["prune", "--size", "0K"]):
+        subprocess.run([sys.executable, "-c", code, "cache", *command, str(folder)], cwd=ROOT, check=True)
 
 
 # ---- the plugin -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import xla_adapters
 from tests.device import DEVICE
 from tests.isolation import isolated
 from tests.runtime.operator_calls import FURTHER, GROUPS, IMAGE, SLICES, Call
-from xla_adapters import XLAConfig
+from xla_adapters import ConfigError, XLAConfig
 from xla_adapters.runtime.torch_xla.device import keep_nan
 
 pytestmark = pytest.mark.isolated
@@ -308,6 +309,19 @@ def test_the_flag_is_set_unless_it_is_set_already() -> None:
     keep_nan("CPU", started=False, environment=environment)
     keep_nan("CPU", started=True, environment=environment)
     assert environment == {"XLA_FLAGS": "--xla_cpu_enable_fast_min_max=true"}
+
+
+def test_flags_in_a_file_are_read(tmp_path: Path) -> None:
+    """XLA would take what is added after the name for a part of it, and end the process."""
+    file = tmp_path / "flags"
+    file.write_text("--xla_cpu_enable_fast_math=true\n--xla_backend_optimization_level=1\n")
+    environment = {"XLA_FLAGS": f" {file}\n"}
+    keep_nan("CPU", started=False, environment=environment)
+    assert environment["XLA_FLAGS"].split() == [*file.read_text().split(), "--xla_cpu_enable_fast_min_max=false"]
+    for name in ("absent", ""):
+        wrong = {"XLA_FLAGS": f"{tmp_path}/{name}"}
+        with pytest.raises(ConfigError, match="takes it for the name of a file"):
+            keep_nan("CPU", started=False, environment=wrong)
 
 
 @isolated(env={"XLA_FLAGS": ""})

@@ -27,6 +27,7 @@ from tests.sharding.planner.models import evaluate
 from tests.tiny_models import tiny
 from tests.tools.trainings import needs_libtpu
 from xla_adapters.errors import ConfigError
+from xla_adapters.runtime.compile_cache import COMPILE_CACHE
 from xla_adapters.sharding import (
     ActivationPlan,
     CollectiveCost,
@@ -240,6 +241,27 @@ def test_plans_are_measured_kept_and_compared(tmp_path: Path) -> None:
     (tmp_path / "sharding_plans" / "measured.json").write_text("{")
     with pytest.raises(ConfigError, match=r"measured.json is damaged .*: remove it"):
         make_plan(model, ShardingConfig(memory_budget=int(2 * least)), 8, example=batch, folder=tmp_path)
+
+
+@isolated(env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})
+def test_a_run_without_a_folder_finds_its_plan_beside_its_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lightning's with `enable_checkpointing=False`."""
+    assert PlanCache.of_run(None) is None
+    monkeypatch.setattr(COMPILE_CACHE, "plans", tmp_path)
+    config = ShardingConfig(measure_top_k=0)
+    plan = make_plan(Net(), config, 8, example=batch)
+    (stored,) = (tmp_path / "sharding_plans").iterdir()
+    monkeypatch.setattr(automatic, "_Search", None)
+    assert make_plan(Net(), config, 8, example=batch) == plan
+    # A damaged one is made again, and replaced.
+    whole = stored.read_bytes()
+    stored.write_bytes(whole[: len(whole) // 2])
+    monkeypatch.undo()
+    monkeypatch.setattr(COMPILE_CACHE, "plans", tmp_path)
+    assert make_plan(Net(), config, 8, example=batch) == plan
+    assert [(path, path.read_bytes()) for path in stored.parent.iterdir()] == [(stored, whole)]
 
 
 @isolated(env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"})

@@ -42,8 +42,8 @@ from hf_trainer import Trainer
 from tests.runtime.warm_trainings import arguments, model, rows
 import xla_adapters
 
-xla_adapters.initialize(spmd="fsdp" in sys.argv)
-options = {"sharding": "fsdp"} if "fsdp" in sys.argv else {}
+xla_adapters.initialize(spmd="fsdp" in sys.argv or "auto" in sys.argv)
+options = {"sharding": "fsdp"} if "fsdp" in sys.argv else {"auto_sharding": True} if "auto" in sys.argv else {}
 with tempfile.TemporaryDirectory() as folder:
     trainer = Trainer(
         model(1, 32), arguments(folder, max_steps=4, logging_steps=2), train_dataset=rows(), eval_dataset=rows(16),
@@ -81,7 +81,8 @@ class Module(L.LightningModule):
 
 torch.manual_seed(0)
 data = DataLoader(torch.randn(32, 16), batch_size=8)
-strategy = XLAEagerStrategy(sharding="fsdp") if "fsdp" in sys.argv else XLAEagerStrategy()
+shards = {"sharding": "fsdp"} if "fsdp" in sys.argv else {"auto_sharding": True} if "auto" in sys.argv else {}
+strategy = XLAEagerStrategy(**shards)
 trainer = L.Trainer(
     strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False
 )
@@ -172,8 +173,10 @@ def _without_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(HF, [], _ONE, id="hf", marks=pytest.mark.long),
         pytest.param(HF, ["fsdp"], _EIGHT, id="hf-fsdp", marks=pytest.mark.long),
+        pytest.param(HF, ["auto"], _EIGHT, id="hf-auto", marks=pytest.mark.long),
         pytest.param(LIGHTNING, [], _ONE, id="lightning", marks=pytest.mark.long),
         pytest.param(LIGHTNING, ["fsdp"], _EIGHT, id="lightning-fsdp"),
+        pytest.param(LIGHTNING, ["auto"], _EIGHT, id="lightning-auto", marks=pytest.mark.long),
     ],
 )
 def test_a_run_compiles_nothing(
@@ -188,9 +191,13 @@ def test_a_run_compiles_nothing(
     saved = save_programs.save_programs(request, target, folder, timeout=400)
     assert saved.is_complete, str(saved)
     assert saved.saved > 3
+    plans = list((folder / "sharding_plans").glob("*"))
+    assert len(plans) == ("auto" in options)
     compiles, eager, loads, problem = _run(train, options, target, shim, folder)
     assert (compiles, eager, problem) == (0, 0, "")
     assert 0 < int(loads) <= saved.saved
+    # The run has found the plan: another digest would be another file.
+    assert list((folder / "sharding_plans").glob("*")) == plans
 
 
 # libtpu's report on the steps is left out: the library in its place cannot tell about a slice.

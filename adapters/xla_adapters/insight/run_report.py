@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from xla_adapters.insight.transfer_lines import TransferLine
 from xla_adapters.tracing.compile_events import CompileEvent
-from xla_adapters.tracing.graph_analysis import in_bytes
+from xla_adapters.utils import in_bytes
 from xla_adapters.utils.pages import page as render
 from xla_adapters.utils.pages import templates
 

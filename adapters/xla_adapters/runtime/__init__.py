@@ -7,16 +7,16 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from xla_adapters.config import CacheDir, check_cache_dir
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
-from xla_adapters.runtime.extensions import extensions
-from xla_adapters.runtime.interface import CompiledMemory, Device, Metrics, Runtime, RuntimeEvent
-from xla_adapters.runtime.interface.device import Tuning
-from xla_adapters.runtime.patches import parametrize_by_copying, save_from_device, use_attention_masks_as_given
-from xla_adapters.runtime.tile_assignment import Part, TileAssignment
+
+if TYPE_CHECKING:
+    from xla_adapters.runtime.interface import CompiledMemory, Device, Metrics, Runtime, RuntimeEvent
+    from xla_adapters.runtime.tile_assignment import Part, TileAssignment
 
 __all__ = [
     "CompiledMemory",
@@ -36,11 +36,29 @@ __all__ = [
     "using_runtime",
 ]
 
+# Where the names are that need torch: imported when they are used, so that the command line answers at once.
+_HOMES = {
+    "CompiledMemory": "interface",
+    "Device": "interface",
+    "Metrics": "interface",
+    "Part": "tile_assignment",
+    "Runtime": "interface",
+    "RuntimeEvent": "interface",
+    "TileAssignment": "tile_assignment",
+}
+
 RuntimeName = Literal["torch_xla", "torch_tpu"]
 _NAMES: tuple[str, ...] = get_args(RuntimeName)
 # Modes of torch_xla: its own lazy one, and its dynamo backend.
 _OF_LAZY_TENSORS = ("lazy", "eager+dynamo")
 _runtime: Runtime | None = None
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
 
 
 def installed_runtime() -> str:
@@ -79,7 +97,13 @@ def make_runtime(name: str) -> Runtime:
     else:
         with _without_root_handler():
             from xla_adapters.runtime.torch_xla.runtime import make_runtime as make
-    return make()
+    return _shared(make())
+
+
+def _shared(runtime: Runtime) -> Runtime:
+    """A runtime of which a copy, in this process or another, is the one in use there."""
+    copyreg.pickle(type(runtime), _copied)
+    return runtime
 
 
 @contextmanager
@@ -137,11 +161,7 @@ def _choose(name: str) -> None:
 
 
 def _copied(runtime: Runtime) -> tuple[Callable[[], Runtime], tuple[()]]:
-    """A copy of a runtime, in this process or another, is the one in use there."""
     return get_runtime, ()
-
-
-copyreg.pickle(Runtime, _copied)
 
 
 def prepare() -> None:
@@ -149,6 +169,8 @@ def prepare() -> None:
 
     Importing `hf_trainer` calls it, since `transformers.TrainingArguments` start the runtime.
     """
+    from xla_adapters.runtime.extensions import extensions
+
     device = get_runtime().device
     device.prepare()
     for extension in extensions():
@@ -195,6 +217,9 @@ def initialize(
             none; `fast_compile` or `keep_memory`
             on a device that is no CPU, `fast_compile` that is no bool, or `keep_memory` without glibc.
     """
+    from xla_adapters.runtime.interface.device import Tuning
+    from xla_adapters.runtime.patches import parametrize_by_copying, save_from_device, use_attention_masks_as_given
+
     if runtime is not None:
         _choose(runtime)
     used = get_runtime()
@@ -225,7 +250,7 @@ def switch_eager(enabled: bool) -> None:
 def using_runtime(runtime: Runtime) -> Iterator[Runtime]:
     """Puts another runtime in place for the duration of the context (tests, successors)."""
     global _runtime
-    previous, _runtime = _runtime, runtime
+    previous, _runtime = _runtime, _shared(runtime)
     try:
         yield runtime
     finally:

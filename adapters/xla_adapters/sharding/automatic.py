@@ -214,7 +214,7 @@ def automatic_plan(
         fixed: specs of parameters that must keep their sharding.
         example: returns a batch; None, or a result of None, if no batch can be taken from the dataset.
         around: returns the context that forward passes run in; another process must be able to import it.
-        folder: where the plan is stored for a restart; None stores nothing.
+        folder: where the plan is stored for a restart; None stores it beside the compiled programs only.
 
     Raises:
         ConfigError: nothing fits the memory budget.
@@ -223,7 +223,7 @@ def automatic_plan(
     if batch is None:
         return _without_batch(model, config, mesh or default_mesh("fsdp", devices), fixed)
     topology, notes = _topology(config)
-    kept = PlanCache(folder) if folder is not None else None
+    kept = PlanCache.of_run(folder)
     compiler, top, more = _compiler(config, devices, topology)
     named = "" if compiler is None else compiler.name
     digest = digest_of(model, batch, config, devices, topology.name, fixed, named) if kept is not None else ""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from xla_adapters.errors import ConfigError
+from xla_adapters.utils import in_bytes
 
 if TYPE_CHECKING:
     from xla_adapters.runtime.compile_cache import Entry
@@ -399,9 +400,9 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
         command.add_argument(
             "folder",
             metavar="DIR",
-            type=Path,
             nargs="?",
-            help="by default $XLA_ADAPTERS_CACHE_DIR, or that in your cache directory",
+            help="a folder, or a URL, of which this machine's copy is meant; by default $XLA_ADAPTERS_CACHE_DIR, or "
+            "that in your cache directory",
         )
         if name == "prune":
             command.add_argument(
@@ -410,31 +411,27 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 
 def _cache(options: argparse.Namespace) -> tuple[Path, list[Entry]]:
-    from xla_adapters.runtime.compile_cache import FolderProblem, default_folder, entries
+    from xla_adapters.runtime.compile_cache import SWITCHES, FolderProblem, entries, folder_of
 
+    variable = os.environ.get("XLA_ADAPTERS_CACHE_DIR", "")
     try:
-        folder = options.folder or Path(os.environ.get("XLA_ADAPTERS_CACHE_DIR") or default_folder())
-        if "://" in str(options.folder or ""):
-            raise ConfigError(f"{options.folder}: give the folder of this machine to which the URL was copied")
+        folder = folder_of(options.folder or ("" if variable.lower() in SWITCHES else variable))
         return folder, entries(folder)
     except FolderProblem as problem:
         raise ConfigError(str(problem)) from problem
 
 
 def _cache_info(options: argparse.Namespace) -> int:
-    from xla_adapters.runtime.compile_cache import why_missing
-    from xla_adapters.tracing.graph_analysis import in_bytes
+    from xla_adapters.runtime.compile_cache import distrust, why_missing
 
     folder, found = _cache(options)
     print(f"{folder}: {len(found)} programs, {in_bytes(sum(entry.size for entry in found))}")
-    missing = why_missing()
+    missing = distrust(folder) or why_missing()
     print("this installation can use it" if missing is None else f"this installation cannot use it: {missing}")
     return 0
 
 
 def _cache_list(options: argparse.Namespace) -> int:
-    from xla_adapters.tracing.graph_analysis import in_bytes
-
     for entry in _cache(options)[1]:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         print(f"{entry.path.name}  {in_bytes(entry.size):>10}  used {used}")
@@ -443,7 +440,6 @@ def _cache_list(options: argparse.Namespace) -> int:
 
 def _cache_prune(options: argparse.Namespace) -> int:
     from xla_adapters.runtime.compile_cache import FolderProblem, prune
-    from xla_adapters.tracing.graph_analysis import in_bytes
 
     folder, _ = _cache(options)
     try:
@@ -455,9 +451,14 @@ def _cache_prune(options: argparse.Namespace) -> int:
 
 
 def _cache_verify(options: argparse.Namespace) -> int:
-    _, found = _cache(options)
+    from xla_adapters.runtime.compile_cache import distrust
+
+    folder, found = _cache(options)
+    of_all = distrust(folder)
+    if of_all is not None:
+        print(of_all)
     problems = [(entry.path.name, problem) for entry in found if (problem := entry.problem()) is not None]
     for name, problem in problems:
         print(f"{name} would not be loaded: {problem}")
-    print(f"{len(found)} programs, {len(problems)} of them would not be loaded")
-    return int(bool(problems))
+    print(f"{len(found)} programs, {len(problems if of_all is None else found)} of them would not be loaded")
+    return int(bool(problems) or of_all is not None)

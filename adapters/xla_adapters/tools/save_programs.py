@@ -34,6 +34,7 @@ from xla_adapters.runtime.compile_cache import (
     open_folder,
     why_missing,
 )
+from xla_adapters.sharding.measure import PlanCache
 from xla_adapters.tools import libtpu_process
 from xla_adapters.tools.preflight_report import SavedPrograms
 from xla_adapters.tools.step_capture import EVALUATION, TRAINING, Taken
@@ -122,6 +123,8 @@ def save_programs(
         # The largest takes longest, and shows first that something is wrong.
         names = [entry.path.name for entry in sorted(recorded, key=lambda entry: -entry.size)]
         problems = [_compile(Path(name), one, target, folder, traced.flags, timeout) for one in names]
+        # A run that planned again might find another plan, of other programs.
+        PlanCache(Path(name)).copy_to(folder)
     failed = tuple(problem for problem in problems if problem)
     return SavedPrograms(
         folder=str(folder),

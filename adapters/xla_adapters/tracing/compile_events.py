@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xla_adapters.runtime import CompiledMemory
-from xla_adapters.tracing.graph_analysis import GraphAnalysis, in_bytes
+from xla_adapters.tracing.graph_analysis import GraphAnalysis
+from xla_adapters.utils import in_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

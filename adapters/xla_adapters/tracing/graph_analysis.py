@@ -12,8 +12,7 @@ from xla_adapters.runtime import Runtime
 from xla_adapters.tracing.operation_log import OperationLog
 from xla_adapters.tracing.recompile_causes import common_length
 from xla_adapters.tracing.undo_log import UndoLog
-
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+from xla_adapters.utils import in_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,12 +161,6 @@ def _analyse(
         donated_bytes=None if donated is None else sum(map(_size, donated)),
         flops=cost.flops,
     )
-
-
-def in_bytes(size: float) -> str:
-    """A size in words: 1.5 MiB."""
-    unit = next(((unit, name) for unit, name in _UNITS if size >= unit), None)
-    return f"{size:.0f} B" if unit is None else f"{size / unit[0]:.1f} {unit[1]}"
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -22,7 +22,9 @@ from xla_adapters.runtime.compile_cache.folder import (
     FolderProblem,
     RemoteFolder,
     default_folder,
+    distrust,
     entries,
+    folder_of,
     note_checksums,
     open_folder,
     prune,
@@ -41,6 +43,7 @@ from xla_adapters.runtime.compile_cache.library import (
 __all__ = [
     "COMPILE_CACHE",
     "LIBRARY",
+    "SWITCHES",
     "TORCH_TPU",
     "Cache",
     "CacheCounts",
@@ -49,7 +52,9 @@ __all__ = [
     "FolderProblem",
     "default_folder",
     "described",
+    "distrust",
     "entries",
+    "folder_of",
     "note_checksums",
     "open_folder",
     "prune",
@@ -64,6 +69,8 @@ VARIABLE = "XLA_ADAPTERS_CACHE_DIR"
 # Where torch_xla and TorchTPU look for the TPU's plugin; torch_xla puts what it has found into the second.
 _LIBTPU, _FOUND_LIBTPU = "TPU_LIBRARY_PATH", "PTXLA_TPU_LIBRARY_PATH"
 _OFF, _ON = ("0", "off", "false"), ("1", "on", "true")
+# What the variable may be beside a folder.
+SWITCHES = (*_OFF, *_ON)
 _log = logging.getLogger("xla_adapters")
 # Whether the program has passed `cache_dir=`.
 _is_chosen = False
@@ -144,10 +151,7 @@ def _use(
     prepare: Callable[[], str | None],
 ) -> None:
     remote = RemoteFolder(str(said)) if "://" in str(said) else None
-    if remote is not None:
-        folder = remote.local
-    else:
-        folder = Path(os.path.expanduser(said)).absolute() if said else default_folder()
+    folder = folder_of(said)
     if cache.holds(folder) or (not said and (not by_default or cache.folder is not None)):
         return
     if not cache.is_ready:

@@ -61,7 +61,7 @@ class Entry:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 return "it is not a regular file"
-            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & _OTHERS_WRITE:
+            if _may_be_others(status):
                 return "another user may have written it"
             head = file.read(_HEADER.size)
             if len(head) < _HEADER.size or not head.startswith(_MAGIC):
@@ -89,6 +89,23 @@ def default_folder() -> Path:
     return root / "xla_adapters" / "programs"
 
 
+def folder_of(said: str | os.PathLike[str]) -> Path:
+    """The folder of this machine that a value of `cache_dir` means; the default one if it is empty.
+
+    Raises:
+        FolderProblem: it is none.
+    """
+    text = os.fspath(said)
+    if not text:
+        return default_folder()
+    if "://" in text:
+        return default_folder().with_name("remote") / hashlib.sha256(text.encode()).hexdigest()[:16]
+    try:
+        return Path(text).expanduser().absolute()
+    except (OSError, RuntimeError) as error:
+        raise FolderProblem(f"{text} cannot be used: {error}") from error
+
+
 def open_folder(folder: Path) -> tuple[int, bool]:
     """Opens the folder, and makes it if it is not there. What is beyond the limit is removed, if we may.
 
@@ -101,21 +118,40 @@ def open_folder(folder: Path) -> tuple[int, bool]:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileExistsError as error:
+        raise FolderProblem(f"{folder} cannot be used: it is no folder, or a link to nothing") from error
     except OSError as error:
         raise FolderProblem(f"{folder} cannot be used: {error.strerror}") from error
-    status = os.fstat(descriptor)
-    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & _OTHERS_WRITE:
+    problem = distrust(folder, descriptor)
+    if problem is not None:
         os.close(descriptor)
-        raise FolderProblem(
-            f"{folder} belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}: programs in a "
-            "folder that others can write to are not executed. Use one of your own (chmod go-w)"
-        )
+        raise FolderProblem(problem)
     writable = os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
     if writable:
         # What cannot be removed stays.
         with suppress(FolderProblem):
             prune(folder, DEFAULT_LIMIT)
     return descriptor, writable
+
+
+def distrust(folder: Path, descriptor: int | None = None) -> str | None:
+    """Why no program in a folder is executed, as a sentence; None if it can be trusted.
+
+    Args:
+        folder: to name it.
+        descriptor: of the folder, if it is open.
+    """
+    status = folder.stat() if descriptor is None else os.fstat(descriptor)
+    if not _may_be_others(status):
+        return None
+    return (
+        f"{folder} belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}: programs in a "
+        "folder that others can write to are not executed. Use one of your own (chmod go-w)"
+    )
+
+
+def _may_be_others(status: os.stat_result) -> bool:
+    return status.st_uid not in (os.geteuid(), 0) or bool(status.st_mode & _OTHERS_WRITE)
 
 
 def entries(folder: Path) -> list[Entry]:
@@ -198,7 +234,7 @@ class RemoteFolder:
         # Late: folders of this machine do not need it.
         import fsspec
 
-        self.local = default_folder().with_name("remote") / hashlib.sha256(url.encode()).hexdigest()[:16]
+        self.local = folder_of(url)
         self.url = url
         try:
             self._files, root = fsspec.core.url_to_fs(url)

@@ -51,11 +51,13 @@ class CacheLibrary:
     Attributes:
         wrapped: the library of the plugin that it wraps; None if it wraps none.
         folder: where programs are kept; None for nowhere.
+        plans: where what programs depend on is kept beside them, as plans of sharding: the folder, or that of records.
     """
 
     def __init__(self) -> None:
         self.wrapped: Path | None = None
         self.folder: Path | None = None
+        self.plans: Path | None = None
         self._library: ctypes.CDLL | None = None
         self._opened: tuple[int, int] | None = None
         self._records = False
@@ -112,7 +114,7 @@ class CacheLibrary:
         self.use(folder)
         assert self._library is not None
         self._library.cache_record(ctypes.c_long(devices))
-        self._records, self.folder = True, None
+        self._records, self.folder, self.plans = True, None, folder
         return library
 
     def flags(self) -> tuple[str, str]:
@@ -130,12 +132,14 @@ class CacheLibrary:
         self.folder = None
         if self._library is None or self._records:
             return False
+        self.plans = None
         self._library.cache_use(-1, 0)
         if folder is None:
             return False
         descriptor, writable = open_folder(folder)
         self._library.cache_use(descriptor, int(writable))
-        self.folder, self._opened = folder, identity_of(folder)
+        self.folder = self.plans = folder
+        self._opened = identity_of(folder)
         return writable
 
     def last_loaded(self, number: int) -> list[bool]:
@@ -158,7 +162,7 @@ class CacheLibrary:
         problem = (ctypes.c_char * 512).in_dll(library, "cache_problem").value.decode(errors="replace")
         if problem and problem not in self._told:
             self._told.add(problem)
-            _log.warning("compile cache: %s", problem)
+            _log.warning("compile cache%s: %s", f" in {self.folder}" if self.folder else "", problem)
         return CacheCounts(loaded=loaded, compiled=compiled, written=written, rejected=rejected, problem=problem)
 
 

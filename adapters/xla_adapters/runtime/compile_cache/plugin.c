@@ -563,7 +563,8 @@ static char* read_entry(int directory, const char* name, const uint8_t key[32], 
   int file = openat(directory, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0) {
     if (errno != ENOENT) {
-      note_problem("%s is not loaded: %s", name, strerror(errno));
+      // Of O_NOFOLLOW.
+      note_problem("%s is not loaded: %s", name, errno == ELOOP ? "it is a symbolic link" : strerror(errno));
       atomic_fetch_add(&cache_rejected, 1);
     }
     return NULL;
@@ -683,6 +684,8 @@ static Error compile(void* arguments) {
   Error error = wrapped->functions[CLIENT_COMPILE](args);
   if (error) return error;
   atomic_fetch_add(&cache_compiled, 1);
+  // What was wrong with an entry says more.
+  if (has_key && !writes && !*cache_problem) note_problem("what is compiled is not kept: the folder can only be read");
   if (!has_key || !writes) return NULL;
   struct get_executable_args got = {.size = sizeof got, .loaded = args->executable};
   if (went_well(wrapped->functions[LOADED_EXECUTABLE_GET_EXECUTABLE](&got), "a program is not kept"))

@@ -297,7 +297,8 @@ class TPUDevice:
 
     def wait(self) -> None:
         """See `Device`."""
-        _backend._synchronize_device(self.torch_device().index, True)
+        if self.started():
+            _backend._synchronize_device(self.torch_device().index, True)
 
     def start_profile(self, folder: str) -> bool:
         """See `Device`."""

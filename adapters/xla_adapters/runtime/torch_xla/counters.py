@@ -10,6 +10,7 @@ import logging
 import os
 import re
 
+import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
 
@@ -44,7 +45,7 @@ class XLACounters:
 
     def metrics(self) -> Metrics:
         """See `Counters`."""
-        xm.wait_device_ops()
+        wait()
         graphs, seconds = self.compile_totals()
         eager = _samples("EagerOpCompileTime")
         compiles, eager_compiles, loads = self._split(graphs, eager, self.compile_cache().loaded)
@@ -87,6 +88,17 @@ class XLACounters:
     def executables_kept(self) -> int:
         """See `Counters`."""
         return int(os.environ.get("XLA_COMPILATION_CACHE_SIZE", _EXECUTABLES))
+
+
+def has_started() -> bool:
+    """Whether the runtime has started."""
+    return bool(torch_xla._XLAC._xla_get_spmd_config_is_locked())
+
+
+def wait() -> None:
+    """Waits for the device. A runtime that has not started stays so: it would start without SPMD and compile cache."""
+    if has_started():
+        xm.wait_device_ops()
 
 
 def _in_order(graphs: int, eager: int) -> list[bool]:

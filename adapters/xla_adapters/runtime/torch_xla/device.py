@@ -25,7 +25,7 @@ from xla_adapters.runtime.compile_cache import COMPILE_CACHE, use_compile_cache,
 from xla_adapters.runtime.extensions import initialize_extensions
 from xla_adapters.runtime.interface.device import DEFAULT_TUNING, Tuning
 from xla_adapters.runtime.patches import keep_parameters_when_moved, run_backward_where_it_is_called
-from xla_adapters.runtime.torch_xla.counters import COMPILE_MEMORY
+from xla_adapters.runtime.torch_xla.counters import COMPILE_MEMORY, has_started, wait
 from xla_adapters.runtime.torch_xla.operators import complete_autocast, register_kernels
 from xla_adapters.runtime.torch_xla.patches import (
     count_tpus_without_asking,
@@ -191,7 +191,7 @@ class XLADevice:
 
     def started(self) -> bool:
         """See `Device`."""
-        return bool(_C._xla_get_spmd_config_is_locked())
+        return has_started()
 
     def torch_device(self) -> torch.device:
         """See `Device`."""
@@ -273,7 +273,7 @@ class XLADevice:
 
     def wait(self) -> None:
         """See `Device`."""
-        xm.wait_device_ops()
+        wait()
 
     def start_profile(self, folder: str) -> bool:
         """See `Device`."""
@@ -320,9 +320,14 @@ def keep_nan(hardware: str, *, started: bool, environment: MutableMapping[str, s
         hardware: of the process; other devices need no flag.
         started: whether the runtime runs already, so that the flag comes too late; warns.
         environment: the environment to change.
+
+    Raises:
+        ConfigError: XLA_FLAGS names a file that cannot be read.
     """
     if hardware not in _LOSE_NAN:
         return
+    if not started:
+        _read_flags(environment)
     flags = environment.get("XLA_FLAGS", "")
     if started and _FLAG not in flags:
         warnings.warn(
@@ -342,3 +347,19 @@ def keep_nan(hardware: str, *, started: bool, environment: MutableMapping[str, s
         environment["XLA_FLAGS"],
         _FLAG,
     )
+
+
+def _read_flags(environment: MutableMapping[str, str]) -> None:
+    """Puts the flags of a file that XLA_FLAGS names in its place: after a name XLA takes no further flags."""
+    name = environment.get("XLA_FLAGS", "").strip()
+    if not name or name.startswith("-"):
+        return
+    try:
+        flags = Path(name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"XLA_FLAGS={name!r} has no flag in front, so that XLA takes it for the name of a file, which cannot be "
+            f"read ({error}). Begin it with a flag (--...), or name a file of flags"
+        ) from error
+    environment["XLA_FLAGS"] = " ".join(flags.splitlines()).strip()
+    _log.info("XLA_FLAGS named the file %s, and is what that holds from now on", name)

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -33,15 +34,17 @@ class PlanCache:
     """Stores plans (one file per digest) and measurements of a run.
 
     Args:
-        folder: of the run; the files are in its subfolder `sharding_plans`.
+        folder: of the run; the files are in its subfolder `sharding_plans`. None stores plans beside the compiled
+            programs only.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / "sharding_plans"
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = None if folder is None else folder / "sharding_plans"
 
-    def path(self, digest: str) -> Path:
-        """The file of the plan with this digest."""
-        return self._folder / f"{digest}.json"
+    @classmethod
+    def of_run(cls, folder: Path | None) -> PlanCache | None:
+        """That of a run's folder, and of the compile cache; None if there is neither."""
+        return cls(folder) if folder is not None or COMPILE_CACHE.plans is not None else None
 
     def find(self, digest: str) -> ShardingPlan | None:
         """The plan stored under this digest; None if there is none.
@@ -49,15 +52,15 @@ class PlanCache:
         Raises:
             ConfigError: the file is not a plan; the message names it.
         """
-        path = self.path(digest)
-        if not path.is_file():
+        path = None if self._folder is None else self._folder / f"{digest}.json"
+        if path is None or not path.is_file():
             return None
         logger.info("sharding: the plan is that of %s, planned before for the same model, batch and options", path)
         return ShardingPlan.load(path)
 
     def find_in_cache(self, digest: str) -> ShardingPlan | None:
         """The plan that another run stored beside its compiled programs; it is stored in this run's folder, too."""
-        cache = COMPILE_CACHE.folder
+        cache = COMPILE_CACHE.plans
         # Processes of one run must have the same plan, and their folders may differ.
         if cache is None or get_runtime().device.world_size() > 1:
             return None
@@ -73,14 +76,30 @@ class PlanCache:
     def keep(self, digest: str, plan: ShardingPlan) -> None:
         """Stores a plan, beside the compiled programs, too, if they are kept."""
         self._keep(digest, plan)
-        if COMPILE_CACHE.folder is not None:
+        if COMPILE_CACHE.plans is not None:
             # It may be read-only, or full.
             with contextlib.suppress(OSError):
-                PlanCache(COMPILE_CACHE.folder)._keep(digest, plan)
+                PlanCache(COMPILE_CACHE.plans)._keep(digest, plan)
 
     def _keep(self, digest: str, plan: ShardingPlan) -> None:
+        if self._folder is None:
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
-        plan.save(self.path(digest))
+        path = self._folder / f"{digest}.json"
+        # Whole or not at all: the process may be killed, and others look for it.
+        draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            plan.save(draft)
+            draft.replace(path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+
+    def copy_to(self, folder: Path) -> None:
+        """Stores the plans, whatever their digests, in another folder, too."""
+        for path in [] if self._folder is None else self._folder.glob("*.json"):
+            if path.name != _RESULTS:
+                PlanCache(folder)._keep(path.stem, ShardingPlan.load(path))
 
     def results(self) -> dict[str, PlanResult]:
         """The stored measurements, by `digest_of_step`.
@@ -88,8 +107,8 @@ class PlanCache:
         Raises:
             ConfigError: their file is damaged.
         """
-        path = self._folder / _RESULTS
-        if not path.is_file():
+        path = None if self._folder is None else self._folder / _RESULTS
+        if path is None or not path.is_file():
             return {}
         try:
             return {digest: PlanResult.from_values(values) for digest, values in json.loads(path.read_text()).items()}
@@ -98,6 +117,8 @@ class PlanCache:
 
     def keep_results(self, results: Mapping[str, PlanResult]) -> None:
         """Stores measurements, in place of those stored before."""
+        if self._folder is None:
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         values = {digest: dataclasses.asdict(result) for digest, result in results.items()}
         (self._folder / _RESULTS).write_text(json.dumps(values, indent=2) + "\n")
