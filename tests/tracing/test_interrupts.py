@@ -145,7 +145,7 @@ def loop_of_steps() -> tuple[Loop, Callable[[], object]]:
 def test_where_an_update_begins_and_ends() -> None:
     with xla_adapters.eager():
         loop, run = loop_of_steps()
-        files = ("/updates.py", "/torch_xla/tracing.py")
+        files = ("/step_hooks.py", "/torch_xla/tracing.py")
         places = [place for place in passed(run) if place[0].endswith(files) and place[2] == "line"]
         assert len(places) > 40
         assert check(run, loop, places) > 30
