@@ -168,7 +168,7 @@ def test_of_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_of_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = hf_trainer.Trainer(model=gpt2(), args=arguments(str(tmp_path)), train_dataset=token_samples(8))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UnsupportedOptionError, match="in one of 2 processes: .* without what ranks exchange"):
+    with pytest.raises(UnsupportedOptionError, match=r"in one of 2 processes: .* without what ranks exchange"):
         trainer.preflight("v5e:2x4")
 
 
