@@ -218,6 +218,10 @@ def ours_replayed(name: str, steps: int) -> Run:
 # ---- several ranks -------------------------------------------------------------------------------
 
 
+# How often the bytes of the whole pass around the ring.
+_TIMES = {"allreduce": 2, "allgather": 1, "reducescatter": 1}
+
+
 class _Sent(TorchDispatchMode):
     """Counts the bytes that a rank sends in torch's collectives, if each is a ring."""
 
@@ -227,10 +231,10 @@ class _Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        name = function.name().replace("_", "")
-        if "c10d" in name and "wait" not in name:
-            whole = max((item.nbytes for item in tree_leaves((args, result)) if isinstance(item, torch.Tensor)), default=0)
-            self.bytes += (2 if "allreduce" in name else 1) * whole * (1 - 1 / dist.get_world_size())
+        (kind,) = [kind for kind in _TIMES if kind in function.name().replace("_", "")] or [""]
+        if kind:
+            sizes = [item.nbytes for item in tree_leaves((args, result)) if isinstance(item, torch.Tensor)]
+            self.bytes += _TIMES[kind] * max(sizes) * (1 - 1 / dist.get_world_size())
         return result
 
 

@@ -308,6 +308,7 @@ def _training(device: str) -> tuple[Callable[[torch.Tensor], torch.Tensor], Comp
 
 # ---- activation checkpointing -----------------------------------------------------------------------
 
+
 def _gradients(dropout: float, *, reentrant: bool | None) -> list[torch.Tensor]:
     """Of a loss, which is the first of them; without checkpointing if `reentrant` is None."""
     torch.manual_seed(0)

@@ -17,11 +17,13 @@ import xla_adapters
 from lightning_strategy import XLAEagerStrategy
 from tests.hf_trainer.scenarios import arguments, gpt2, token_samples
 from xla_adapters import cli
-from xla_adapters.errors import ConfigError
+from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.hlo.annotations import with_donors
 from xla_adapters.runtime.torch_tpu.placeholders import TPUPlaceholders
 from xla_adapters.tools import trace_process
+from xla_adapters.tools.preflight import report_traced
 from xla_adapters.tools.step_capture import EVALUATION, TRAINING
+from xla_adapters.tools.tpu_compiler import Target
 from xla_adapters.tools.trace_process import Request, Traced, environment_for, trace_in_process
 
 pytestmark = pytest.mark.isolated
@@ -161,6 +163,19 @@ def test_of_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "FITS" in said
     assert cli.main([*command, "--sharding", "fsdp"]) == 2
     assert "with TorchTPU each process has one device" in capfd.readouterr().err
+
+
+def test_of_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = hf_trainer.Trainer(model=gpt2(), args=arguments(str(tmp_path)), train_dataset=token_samples(8))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedOptionError, match=r"in one of 2 processes: .* without what ranks exchange"):
+        trainer.preflight("v5e:2x4")
+
+
+def test_of_several_devices_says_that_nothing_is_exchanged() -> None:
+    found = report_traced("a training", Target.parse("v5e:2x4"), Traced(), timeout=1)
+    assert "without the exchange of gradients" in " ".join(found.notes)
+    assert report_traced("a training", Target.parse("v5e:1x1"), Traced(), timeout=1).notes == ()
 
 
 def test_without_the_plugin_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from xla_adapters.errors import ConfigError, UnsupportedOptionError
 from xla_adapters.hlo.cost import cost_of
-from xla_adapters.runtime import runtime_name
+from xla_adapters.runtime import get_runtime, runtime_name
 from xla_adapters.sharding import (
     Around,
     Measurement,
@@ -65,7 +65,12 @@ TIMEOUT = 900.0
 Folder = str | os.PathLike[str]
 
 _NO_SHARDING = (
-    "sharding: with TorchTPU each process has one device, and this package shards with torch_xla only; leave it out"
+    "sharding: with TorchTPU each process has one device, and a pre-flight traces one process, without what ranks "
+    "exchange; leave it out"
+)
+_ALONE = (
+    "the program is that of one process, as with sharding='dp' but without the exchange of gradients: a pre-flight "
+    "with TorchTPU does not trace what several ranks exchange"
 )
 logger = logging.getLogger("xla_adapters")
 
@@ -181,6 +186,11 @@ def _preflight(
     shows_output: bool = False,
     saves_to: Folder | None = None,
 ) -> PreflightReport:
+    if not can_shard() and get_runtime().device.launched() > 1:
+        raise UnsupportedOptionError(
+            f"preflight in one of {get_runtime().device.launched()} processes: with TorchTPU a pre-flight traces one "
+            "process, without what ranks exchange; start the script without torchrun or xla-adapters launch"
+        )
     folder = None if saves_to is None else check_saving(target, saves_to)
     missing = _missing_compiler(target)
     # A trainer that does not shard refuses several devices; what is said of the slice is more to the point.
@@ -224,7 +234,11 @@ def report_traced(what: str, target: Target, traced: Traced, *, timeout: float, 
         what=what,
         topology=str(target),
         problem=traced.problem or unsharded,
-        notes=(*traced.changed, *(f"not saved: {text}" for text in traced.skipped)),
+        notes=(
+            *traced.changed,
+            *(f"not saved: {text}" for text in traced.skipped),
+            *([_ALONE] if target.devices > 1 and not can_shard() else []),
+        ),
         hbm_bytes=int(Topology.preset(target.generation).memory_bytes),
     )
     if traced.invalid or unsharded or not traced.steps:

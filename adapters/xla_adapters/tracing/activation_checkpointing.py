@@ -198,7 +198,7 @@ class _Recomputed:
         return self._function(*bound[0], *args, **{**bound[1], **kwargs})
 
     def _behind_barrier(self, inputs: Any) -> tuple[Any, Any]:
-        """The same inputs, and where the forward drew from, as other tensors, which XLA does not know to be the same."""
+        """The same inputs and position of the stream as other tensors, which XLA does not know to be the same."""
         copies: dict[int, torch.Tensor] = {}
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:

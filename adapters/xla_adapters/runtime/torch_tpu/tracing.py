@@ -107,7 +107,7 @@ class TPUTracing:
         self.traced = traced
 
     def optimization_barrier(self, tensors: Sequence[torch.Tensor], after: Sequence[torch.Tensor] = ()) -> None:
-        """See `Tracing`; outside of a trace each operation is executed by itself, and there is nothing to keep apart."""
+        """See `Tracing`; outside of a trace each operation is executed by itself, and nothing is to be kept apart."""
         if self.traced is None or not tensors:
             return
         # The values are the same, so that neither autograd nor a mode need know.
