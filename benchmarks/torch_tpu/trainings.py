@@ -231,8 +231,8 @@ class _Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        (kind,) = [kind for kind in _TIMES if kind in function.name().replace("_", "")] or [""]
-        if kind:
+        name = function.name().replace("_", "")
+        for kind in [kind for kind in _TIMES if kind in name and "c10d" in name]:
             sizes = [item.nbytes for item in tree_leaves((args, result)) if isinstance(item, torch.Tensor)]
             self.bytes += _TIMES[kind] * max(sizes) * (1 - 1 / dist.get_world_size())
         return result

@@ -111,7 +111,7 @@ class TPUTracing:
         if self.traced is None or not tensors:
             return
         # The values are the same, so that neither autograd nor a mode need know.
-        unnoted = torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+        unnoted = torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
         with torch.no_grad(), torch._C.DisableTorchFunction(), unnoted:
             behind = torch.tpu.ops.optimization_barrier([*tensors, *after])  # type: ignore[attr-defined]
             for tensor, value in zip(tensors, behind, strict=False):
