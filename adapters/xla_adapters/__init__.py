@@ -1,6 +1,5 @@
 """xla-adapters: runs each PyTorch training step as one XLA graph, compiled once and replayed."""
 
-from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from xla_adapters.errors import (
     XLAAdapterError,
 )
 from xla_adapters.open_step import in_step
+from xla_adapters.utils import load_late
 
 if TYPE_CHECKING:
     from xla_adapters.data.shapes import ShapePolicy
@@ -105,7 +105,4 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("xla-adapters")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+    return load_late(__name__, _HOMES, name)

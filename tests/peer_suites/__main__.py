@@ -80,6 +80,8 @@ def main() -> int:
     options.sources = str(sources)
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
+        # Models of the hub that both passes use.
+        os.environ["HF_HOME"] = f"{folder}/hub"
         files = _files(sources, options.suite, options.only)
         stock = _run(options.suite, "cpu", options, Path(folder), files)
         counted = [test for test, result in stock.items() if result["outcome"] == "passed" and result["replaceable"]]

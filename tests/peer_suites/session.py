@@ -47,6 +47,7 @@ class Recorder:
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         if self._wanted is not None:
             items[:] = [item for item in items if item.nodeid in self._wanted]
+        self._write({"collected": [item.nodeid for item in items]})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._peer.counts.update(trainers=0, replaceable=0)
@@ -114,12 +115,13 @@ class Job:
             self.child.kill("a test is over its limit")
         return bool(self.child.ended())
 
-    def results(self) -> tuple[list[dict[str, Any]], set[str] | None]:
+    def results(self) -> tuple[list[dict[str, Any]], set[str]]:
         """What was recorded, and which tests are to be run again since the child died before they were."""
         lines = [json.loads(line) for line in self._log.read_text().splitlines()]
         outcome = self.child.outcome()
         done = {line["test"]: line for line in lines if "test" in line}
         begun = [line["began"] for line in lines if "began" in line]
+        collected = {test for line in lines for test in line.get("collected", ())}
         self._folder.cleanup()
         if not outcome.ok and begun and begun[-1] not in done:
             why = f"{outcome.error}\n{outcome.output}"
@@ -130,10 +132,10 @@ class Job:
                 "seconds": outcome.seconds,
                 "replaceable": 1,
             }
-        elif not lines and self.wanted != set():
+        elif not collected:
             print(f"{self.file}: no test ran\n{outcome.error or ''}\n{outcome.output[-1500:]}", flush=True)
-        left = (self.wanted or set()) - set(done)
-        return list(done.values()), left if left and done and not outcome.ok else None
+        left = collected - set(done)
+        return list(done.values()), left if done and not outcome.ok else set()
 
 
 def main() -> None:

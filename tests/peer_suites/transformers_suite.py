@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,8 @@ counts = {"trainers": 0, "replaceable": 0}
 
 def prepare(mode: str, sources: Path) -> None:
     """Imports everything, and puts trainers, models and data in place."""
-    # Kept for the second pass of the same command.
-    home = Path(tempfile.gettempdir()) / f"peer_suites_hub_{os.getuid()}"
-    os.environ.update(
-        RUN_SLOW="1", HF_HUB_OFFLINE="1", HF_HOME=str(home), TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"
-    )
+    home = Path(os.environ["HF_HOME"])
+    os.environ.update(RUN_SLOW="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
     if mode == "cpu":
         sys.modules["torch_xla"] = None  # type: ignore[assignment]
     else:

@@ -1,6 +1,5 @@
 """Crash-safe checkpoints: committed atomically, verified when opened, optionally written in the background."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from xla_adapters.checkpoint.commit import Draft, remove_checkpoint
@@ -10,6 +9,7 @@ from xla_adapters.checkpoint.schedule import CheckpointConfig, Preemption, SaveR
 from xla_adapters.checkpoint.storage import LocalStorage, naming_failed_writes
 from xla_adapters.checkpoint.store import CheckpointStore, refuse_inside_step
 from xla_adapters.errors import CheckpointMismatchWarning, CheckpointWarning
+from xla_adapters.utils import load_late
 
 if TYPE_CHECKING:
     from xla_adapters.checkpoint.async_saver import SAVE_FAILED_EXIT_CODE, AsyncSaver
@@ -58,7 +58,4 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+    return load_late(__name__, _HOMES, name)

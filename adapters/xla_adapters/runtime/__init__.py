@@ -7,12 +7,12 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from xla_adapters.config import CacheDir, check_cache_dir
 from xla_adapters.errors import ConfigError, RuntimeOrderError, UnsupportedOptionError
+from xla_adapters.utils import load_late
 
 if TYPE_CHECKING:
     from xla_adapters.runtime.interface import CompiledMemory, Device, Metrics, Runtime, RuntimeEvent
@@ -55,10 +55,7 @@ _runtime: Runtime | None = None
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+    return load_late(__name__, _HOMES, name)
 
 
 def installed_runtime() -> str:

@@ -26,8 +26,7 @@ class TPUTransfers:
     def __init__(self, device: Device, counters: TPUCounters) -> None:
         self._device = device
         self._counters = counters
-        self._waiting: list[tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], None]]] = []
-        self._must_arrive = False
+        self._waiting: list[tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], None], bool]] = []
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Transfers`."""
@@ -51,16 +50,14 @@ class TPUTransfers:
         self, tensors: Sequence[torch.Tensor], receive: Callable[[list[torch.Tensor]], None], *, must_arrive: bool
     ) -> None:
         """See `Transfers`."""
-        self._waiting.append((list(tensors), receive))
-        self._must_arrive |= must_arrive
+        self._waiting.append((list(tensors), receive, must_arrive))
 
     def deliver_piggy_backed(self, *, at_the_end: bool = False) -> None:
         """See `Transfers`."""
-        if at_the_end and not self._must_arrive:
+        if at_the_end and not any(must_arrive for *_, must_arrive in self._waiting):
             return
-        self._must_arrive = False
         waiting, self._waiting = self._waiting, []
-        for tensors, receive in waiting:
+        for tensors, receive, _ in waiting:
             receive(self.to_host(tensors))
 
 

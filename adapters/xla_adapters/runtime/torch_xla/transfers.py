@@ -28,8 +28,7 @@ class XLATransfers:
     def __init__(self, device: Device, tracing: Tracing) -> None:
         self._device = device
         self._tracing = tracing
-        self._piggy_backed: list[tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], None]]] = []
-        self._must_arrive = False
+        self._piggy_backed: list[tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], None], bool]] = []
         # `Spmd.gathering_on_host` replaces it in torch_xla.
         self._stock_get_cpu_tensors: Callable[..., Any] = _C._xla_get_cpu_tensors
 
@@ -63,19 +62,18 @@ class XLATransfers:
         self, tensors: Sequence[torch.Tensor], receive: Callable[[list[torch.Tensor]], None], *, must_arrive: bool
     ) -> None:
         """See `Transfers`."""
-        self._piggy_backed.append((list(tensors), receive))
-        self._must_arrive |= must_arrive
+        self._piggy_backed.append((list(tensors), receive, must_arrive))
 
     def deliver_piggy_backed(self, *, at_the_end: bool = False) -> None:
         """See `Transfers`."""
-        if self._must_arrive if at_the_end else self._piggy_backed:
+        if any(must_arrive or not at_the_end for *_, must_arrive in self._piggy_backed):
             self._copy_with_piggy_backed([])
 
     def _copy_with_piggy_backed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        waiting, self._piggy_backed, self._must_arrive = self._piggy_backed, [], False
-        copies = self._copy_to_host([*tensors, *(tensor for group, _ in waiting for tensor in group)])
+        waiting, self._piggy_backed = self._piggy_backed, []
+        copies = self._copy_to_host([*tensors, *(tensor for group, *_ in waiting for tensor in group)])
         rest = copies[len(tensors) :]
-        for group, receive in waiting:
+        for group, receive, _ in waiting:
             receive(rest[: len(group)])
             rest = rest[len(group) :]
         return copies[: len(tensors)]
