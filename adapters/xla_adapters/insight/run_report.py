@@ -126,12 +126,14 @@ def page(report: Mapping[str, Any], curve: Sequence[Mapping[str, float]], prefli
         curve: as `RunReport.curve`.
         preflight: as `RunReport.preflight`.
     """
-    drawn = ("median", "slowest") if report["steps"]["steps"] > len(curve) else ("slowest",)
+    drawn = ("median", "slowest") if any(point["median"] != point["slowest"] for point in curve) else ("slowest",)
     measured = [event for event in report["compiles"] if event["memory"] is not None]
     largest = max(measured, key=lambda event: event["memory"]["total"], default=None)
     memory: Mapping[str, int] = {} if largest is None else largest["memory"]
     kinds = [(name, memory.get(name, 0) / (1 << 20)) for name in ("inputs", "outputs", "temporaries", "code")]
-    templates().filters.update(number="{:,}".format, size=in_bytes, seconds=_seconds, percent="{:.1%}".format)
+    templates().filters.update(
+        number="{:,}".format, size=in_bytes, seconds=_seconds, percent="{:.1%}".format, rate=_rate
+    )
     return render(
         "insight/report.html",
         report=report,
@@ -165,6 +167,16 @@ def _buckets(shapes: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 def _seconds(seconds: float) -> str:
     return f"{1000 * seconds:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _rate(rate: float | None) -> str:
+    """In digits, or with a prefix of the SI from a million on."""
+    if rate is None:
+        return "unknown"
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if rate >= factor:
+            return f"{rate / factor:.4g} {prefix}"
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +286,7 @@ class RunReport:
             times = ", ".join(f"{name} {self.steps[name]:.4f} s" for name in ("p50", "p90", "p99", "slowest"))
             lines.append(f"step times: {times}")
         for name, rate in self.rates.items():
-            lines.append(f"{name}: {'unknown' if rate is None else f'{rate:,.4g}'}")
+            lines.append(f"{name}: {_rate(rate)}")
         lines += [f"{name}: {number}" for name, number in self.counts.items()]
         lines += [f"{name}: {in_bytes(size)}" for name, size in self.memory.items()]
         for program in self.programs:
