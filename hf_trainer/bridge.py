@@ -15,6 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from hf_trainer.checkpoints import CheckpointStores, SafeCheckpoints
 from hf_trainer.data import DeviceLoader, Inputs
+from hf_trainer.generation import TrainerSteps
 from hf_trainer.model import ModelSharding, ParameterMoves, model_of
 from hf_trainer.options import TrainerOptions, check_checkpoint_options, check_runtime, hold_jit_checkpoint
 from hf_trainer.patches import no_search_for_gradients
@@ -25,7 +26,7 @@ from hf_trainer.steps import Evaluation, Session, TrainingSteps, make_steps
 from xla_adapters import get_runtime, initialize
 from xla_adapters.insight.run_record import RunRecord, RunStats, about
 from xla_adapters.insight.times import CALLBACKS, OTHER
-from xla_adapters.loop.steps import StallWatch, StepDriver
+from xla_adapters.loop.steps import StallWatch
 from xla_adapters.runtime import check_mode
 from xla_adapters.runtime.rng import use_random_algorithm
 from xla_adapters.sharding import Sharder, launched_ranks
@@ -103,7 +104,7 @@ class Bridge:
             ask for.
     """
 
-    steps: StepDriver
+    steps: TrainerSteps
     session: Session
     training: TrainingSteps
     evaluation: Evaluation

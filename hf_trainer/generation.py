@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 from transformers import EncoderDecoderModel, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache, StaticCache, StaticLayer
 from transformers.utils.generic import ModelOutput
 
 from hf_trainer.patches import as_if_compiling
+from hf_trainer.replay import model_code
 from hf_trainer.shapes import Prompts, TrainerShapes
-from xla_adapters import StepProgram, get_runtime
+from xla_adapters import StepProgram, XLAConfig, get_runtime
 from xla_adapters.errors import UnsupportedOptionError
+from xla_adapters.loop.replay import StepCode, batch_of, copies, key_of
+from xla_adapters.loop.steps import StepDriver
+from xla_adapters.replay.call_spec import CallSpec, batch_reason
 from xla_adapters.runtime import eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.sharding import whole_parameters
@@ -27,12 +32,77 @@ from xla_adapters.utils.patching import replaced
 GENERATION = "generate"
 # Options with which transformers guesses tokens, and takes back what the model would not have chosen.
 _GUESSING = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+# The argument and the result of a model that is its cache.
+_CACHE = "past_key_values"
+# After so many traced calls of a graph, values are compared by a transfer of their own.
+_DEADLINE = 4
+
+
+class Generation:
+    """The graphs of one trainer's generation, and the user's code in them.
+
+    Args:
+        program: runs, replays and explains the graphs.
+        config: with `step_replay=True` the user promises that the code is safe.
+    """
+
+    def __init__(self, program: StepProgram, config: XLAConfig) -> None:
+        self.program = program
+        self._config = config
+        self._codes: dict[int, tuple[torch.nn.Module, StepCode]] = {}
+        # The modules whose `forward` is replaced at present, for which nothing need be compared.
+        self.replaced: set[torch.nn.Module] = set()
+
+    def spec(self, model: torch.nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> CallSpec | None:
+        """Describes a call of the model for a replay; None if it can only be traced.
+
+        A call with a static cache that holds tokens changes nothing but the cache's tensors. The first call makes them.
+
+        Args:
+            model: is called.
+            args: its positional arguments.
+            inputs: its other arguments, on the device.
+        """
+        cache = inputs.get(_CACHE)
+        state = _static_state(cache)
+        if state is None:
+            return None
+        others = {name: value for name, value in inputs.items() if name != _CACHE}
+        if id(model) not in self._codes:
+            self._codes[id(model)] = model, model_code(model, self._config)
+        code = self._codes[id(model)][1].present()
+        tensors, key = batch_of((args, others))
+        kinds = tuple((tensor.shape, tensor.dtype) for tensor in state)
+        return CallSpec(
+            key=(*key, kinds, type(cache).__name__, *key_of(code), id(model)),
+            batch=tensors,
+            extras=state,
+            modules=[model, *code.modules],
+            deadline=_DEADLINE,
+            reason=code.reason or batch_reason((args, others)),
+            change=code.change,
+            constants=code.tensors,
+            look_again=code.look_again,
+            exempt=lambda module: ("forward",) if module in self.replaced else (),
+        )
+
+
+class TrainerSteps(StepDriver):
+    """The steps of a trainer of transformers.
+
+    Attributes:
+        generation: those of its generation.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.generation = Generation(self.evaluation[GENERATION], self.config)
 
 
 @contextmanager
 def compiled_forward(
     model: torch.nn.Module,
-    program: StepProgram,
+    generation: Generation,
     results: Callable[[Any], Any] = lambda results: results,
     *,
     of_prompts: str = "",
@@ -44,12 +114,13 @@ def compiled_forward(
 
     Args:
         model: its `forward` is replaced on the instance, and put back at the exit.
-        program: runs and explains the graphs.
+        generation: runs, replays and explains the graphs.
         results: called with the results when the graph was executed; returns what the call returns.
         of_prompts: what distinguishes the graphs from those for prompts of other lengths, in words.
         shapes: gives inputs few shapes.
     """
     forward: Callable[..., Any] = model.forward
+    program = generation.program
 
     @functools.wraps(forward)
     def compiled(*args: Any, **kwargs: Any) -> Any:
@@ -61,21 +132,42 @@ def compiled_forward(
         with uploading():
             args, kwargs = _upload(args), _upload(kwargs)
         phase, cache = _phase(model, kwargs, length)
-        with Discarding(program):
-            program.open(inputs=_tensors_only(kwargs), phase=phase, facts={"cache": cache})
-            with torch.no_grad(), as_if_compiling():
-                computed = forward(*args, **kwargs)
+        # A replay compares the model with what it was, which has no method of this function.
+        with own_forward(), Discarding(program), torch.no_grad(), as_if_compiling():
+            spec = generation.spec(model, args, kwargs)
+            program.open(inputs=_tensors_only(kwargs), phase=phase, facts={"cache": cache}, replay=spec)
+            computed = program.outputs(_without_cache, forward, *args, **kwargs)
             program.close()
-        returned = results(computed)
+        returned = results(_with_cache(computed, kwargs.get(_CACHE)))
         if cut is not None and isinstance(returned, ModelOutput):
             returned.loss, returned.logits, _ = cut((returned.get("loss"), returned.get("logits"), None))
         return returned
 
-    with replaced(model, "forward", compiled):
-        yield
+    attributes = vars(model)
+    own = attributes.get("forward")
+
+    @contextmanager
+    def own_forward() -> Iterator[None]:
+        if own is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = own
+        try:
+            yield
+        finally:
+            attributes["forward"] = compiled
+
+    is_first = model not in generation.replaced
+    generation.replaced.add(model)
+    try:
+        with replaced(model, "forward", compiled):
+            yield
+    finally:
+        if is_first:
+            generation.replaced.discard(model)
 
 
-def generate(model: Any, *args: Any, program: StepProgram, shapes: TrainerShapes | None = None, **kwargs: Any) -> Any:
+def generate(model: Any, *args: Any, generation: Generation, shapes: TrainerShapes | None = None, **kwargs: Any) -> Any:
     """`model.generate`, every strategy of it, with the model on an XLA device.
 
     Token bookkeeping (growing sequences, beams, stopping) stays on the host, where it costs no compile. The model
@@ -89,7 +181,7 @@ def generate(model: Any, *args: Any, program: StepProgram, shapes: TrainerShapes
     Args:
         model: a transformers model on the device.
         args: as for `model.generate`; tensors may be on the host or the device.
-        program: runs and explains the graphs.
+        generation: runs, replays and explains the graphs.
         shapes: gives prompts few lengths.
         kwargs: as for `model.generate`.
 
@@ -121,14 +213,14 @@ def generate(model: Any, *args: Any, program: StepProgram, shapes: TrainerShapes
             stack.enter_context(replaced(config, "disable_compile", True))
         stack.enter_context(_on_the_host(model))
         if type(model).generate is not GenerationMixin.generate:
-            stack.enter_context(_on_host_outside_of_steps(program))
+            stack.enter_context(_on_host_outside_of_steps(generation.program))
             for part in _parts(model):
-                stack.enter_context(compiled_forward(part, program, to_host_in_one_transfer))
+                stack.enter_context(compiled_forward(part, generation, to_host_in_one_transfer))
                 if isinstance(part, GenerationMixin):
-                    stack.enter_context(replaced(part, "generate", _of(part, program, shapes)))
-        stack.enter_context(compiled_forward(model, program, _loss_and_logits_on_host, of_prompts=length))
+                    stack.enter_context(replaced(part, "generate", _of(part, generation, shapes)))
+        stack.enter_context(compiled_forward(model, generation, _loss_and_logits_on_host, of_prompts=length))
         if model.config.is_encoder_decoder:
-            stack.enter_context(compiled_forward(model.get_encoder(), program, of_prompts=length))
+            stack.enter_context(compiled_forward(model.get_encoder(), generation, of_prompts=length))
         generated = model.generate(*args, **kwargs)
     generated = to_host_in_one_transfer(generated)
     if isinstance(generated, ModelOutput) and not returns_cache:
@@ -159,19 +251,19 @@ def _refuse_guesses(model: Any, args: tuple[Any, ...], options: Mapping[str, Any
 
 @contextmanager
 def compiled_generation(
-    owner: Any, model: torch.nn.Module, program: StepProgram, shapes: TrainerShapes | None = None
+    owner: Any, model: torch.nn.Module, generation: Generation, shapes: TrainerShapes | None = None
 ) -> Iterator[None]:
     """Inside the context `owner.generate` is the function `generate` above, and calls of the model are compiled.
 
     Args:
         owner: the model whose `generate` is replaced on the instance, and put back at the exit.
         model: the same, or a wrapper of it, that is called without generating.
-        program: runs and explains the graphs.
+        generation: runs, replays and explains the graphs.
         shapes: gives prompts and other inputs few shapes.
     """
     with (
-        replaced(owner, "generate", _of(owner, program, shapes)),
-        compiled_forward(model, program, _loss_and_logits_on_host, shapes=shapes),
+        replaced(owner, "generate", _of(owner, generation, shapes)),
+        compiled_forward(model, generation, _loss_and_logits_on_host, shapes=shapes),
     ):
         yield
 
@@ -192,13 +284,13 @@ def _prompts(model: Any, args: tuple[Any, ...], options: Mapping[str, Any], shap
     return shapes.of_prompts(model, named)
 
 
-def _of(model: Any, program: StepProgram, shapes: TrainerShapes | None) -> Callable[..., Any]:
+def _of(model: Any, generation: Generation, shapes: TrainerShapes | None) -> Callable[..., Any]:
     """The function `generate` above in place of the model's own."""
     own = model.generate
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         with replaced(model, "generate", own):
-            return generate(model, *args, program=program, shapes=shapes, **kwargs)
+            return generate(model, *args, generation=generation, shapes=shapes, **kwargs)
 
     return compiled
 
@@ -265,6 +357,43 @@ def _phase(model: torch.nn.Module, inputs: Mapping[str, Any], length: str) -> tu
         # A cache that grows has another shape for each token.
         return f"{name}, next tokens" + (f" after {filled}" if isinstance(filled, int) else ""), "filled"
     return f"{name}, first tokens{length}", "empty"
+
+
+def _static_state(cache: Any) -> list[torch.Tensor] | None:
+    """The tensors of a cache that holds tokens, all of which a call of the model writes in place; None for another one.
+
+    The layers of other static caches keep Python numbers.
+    """
+    parts = [cache]
+    if type(cache) is EncoderDecoderCache:
+        if not all(cache.is_updated.values()):
+            return None
+        parts = [cache.self_attention_cache, cache.cross_attention_cache]
+    state: list[Any] = []
+    for part in parts:
+        if type(part) is not StaticCache or part.offloading:
+            return None
+        for layer in part.layers:
+            if type(layer) is not StaticLayer or not layer.is_initialized:
+                return None
+            state += (layer.keys, layer.values, layer.cumulative_length)
+    return state
+
+
+def _without_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The results of a call, but for the cache that it was given, which is no value."""
+    computed = forward(*args, **kwargs)
+    if isinstance(computed, ModelOutput) and computed.get(_CACHE) is kwargs.get(_CACHE):
+        computed = type(computed)(**{name: value for name, value in computed.items() if name != _CACHE})
+        return copies(computed)
+    return computed
+
+
+def _with_cache(computed: Any, cache: Any) -> Any:
+    """The results of a call, with the cache that it was given."""
+    if isinstance(computed, ModelOutput) and cache is not None and computed.get(_CACHE) is None:
+        return type(computed)(**{**computed, _CACHE: cache})
+    return computed
 
 
 def _tensors_only(inputs: Mapping[str, Any]) -> dict[str, Any]:

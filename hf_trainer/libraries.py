@@ -15,10 +15,9 @@ from accelerate.utils import send_to_device
 from transformers import Trainer
 
 from hf_trainer.data import Inputs
-from hf_trainer.generation import GENERATION, compiled_forward, compiled_generation, generate
+from hf_trainer.generation import Generation, TrainerSteps, compiled_forward, compiled_generation, generate
 from hf_trainer.replay import SCORES
 from xla_adapters import StepProgram, get_runtime
-from xla_adapters.loop.steps import StepDriver
 from xla_adapters.runtime import eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.tracing.deferred_numbers import make_plain
@@ -152,7 +151,7 @@ def generates_batches(trainer: Trainer) -> bool:
 
 
 @contextmanager
-def generating(trainer: Trainer, model: torch.nn.Module, program: StepProgram, inputs: Inputs) -> Iterator[None]:
+def generating(trainer: Trainer, model: torch.nn.Module, generation: Generation, inputs: Inputs) -> Iterator[None]:
     """Around `trainer._prepare_inputs` of a trainer that generates: uses of the model are compiled.
 
     What TRL computes of the completions and their rewards is computed on the host. It reads most of it at once.
@@ -160,22 +159,22 @@ def generating(trainer: Trainer, model: torch.nn.Module, program: StepProgram, i
     Args:
         trainer: the trainer.
         model: what it is called with.
-        program: runs and explains the graphs of the model.
+        generation: runs, replays and explains the graphs of the model.
         inputs: moves batches to the device.
     """
     with ExitStack() as stack:
         stack.enter_context(eager(False))
-        stack.enter_context(compiled_generation(trainer.model, model, program))
+        stack.enter_context(compiled_generation(trainer.model, model, generation))
         if hasattr(trainer, SCORES):
             host = torch.device("cpu")
             stack.enter_context(replaced(Accelerator, "device", property(lambda accelerator: host)))
             stack.enter_context(inputs.staying_on_host(True))
             # Otherwise TRL switches it off and on again, which makes other hooks each time.
             stack.enter_context(_without_checkpointing(model))
-            stack.enter_context(replaced(trainer, _LOG_PROBABILITIES, _compiled(trainer, program)))
+            stack.enter_context(replaced(trainer, _LOG_PROBABILITIES, _compiled(trainer, generation.program)))
             for judge in trainer.reward_funcs:  # type: ignore[attr-defined]
                 if isinstance(judge, torch.nn.Module):
-                    stack.enter_context(compiled_forward(judge, program, to_host_in_one_transfer))
+                    stack.enter_context(compiled_forward(judge, generation, to_host_in_one_transfer))
         yield
 
 
@@ -197,7 +196,7 @@ def _compiled(trainer: Any, program: StepProgram) -> Callable[..., Any]:
 
 
 @contextmanager
-def generating_apart(trainer: Trainer, steps: StepDriver) -> Iterator[None]:
+def generating_apart(trainer: Trainer, steps: TrainerSteps) -> Iterator[None]:
     """Inside the context, `generate` of a known library's trainer is no part of the open step, which goes on after it.
 
     For trainers that generate in their `training_step`, as for online DPO and on-policy distillation.
@@ -214,7 +213,7 @@ def generating_apart(trainer: Trainer, steps: StepDriver) -> Iterator[None]:
 
     def apart(*args: Any, **kwargs: Any) -> Any:
         with steps.between_parts(), replaced(model, "generate", own), as_if_compiling(False):
-            generated = generate(model, *args, program=steps.evaluation[GENERATION], **kwargs)
+            generated = generate(model, *args, generation=steps.generation, **kwargs)
         with uploading():
             return send_to_device(generated, trainer.args.device)
 

@@ -94,16 +94,39 @@ def step_code(trainer: Any, config: XLAConfig, functions: Callable[[], Mapping[s
     return StepCode(
         _FRAMEWORK,
         found,
-        functools.partial(_examine, trainer),
+        lambda functions, analysis: _examine(trainer.model, trainer, functions, analysis),
         promised=lambda: [] if config.step_replay is True else None,
         parts=lambda: {name: part for name, part in trainer.model.named_modules() if isinstance(part, PreTrainedModel)},
     )
 
 
-def _examine(trainer: Any, functions: Mapping[str, Any], analysis: Analysis) -> None:
+def model_code(model: torch.nn.Module, config: XLAConfig) -> StepCode:
+    """The user code in a call of a model outside of a trainer's step.
+
+    Args:
+        model: is called.
+        config: with `step_replay=True` the user promises that the code is safe.
+    """
+
+    def found(models: Mapping[str, PreTrainedModel]) -> dict[str, Any]:
+        functions: dict[str, Any] = {"forward": model}
+        for name, part in models.items():
+            functions.update(_called_by(part, name or type(part).__name__))
+        return functions
+
+    return StepCode(
+        _FRAMEWORK,
+        found,
+        functools.partial(_examine, model, None),
+        promised=lambda: [] if config.step_replay is True else None,
+        parts=lambda: {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)},
+    )
+
+
+def _examine(model: torch.nn.Module, trainer: Any, functions: Mapping[str, Any], analysis: Analysis) -> None:
     part = "forward"
     try:
-        analysis.examine(trainer.model, (), {UNKNOWN: DATA})
+        analysis.examine(model, (), {UNKNOWN: DATA})
         for part, function in functions.items():
             if part == "compute_loss":
                 if _of_sentence_transformers(trainer):
@@ -118,7 +141,7 @@ def _examine(trainer: Any, functions: Mapping[str, Any], analysis: Analysis) -> 
                 # It gets modules as arguments, which are not known before the call, and may do anything with them.
                 raise Unsafe(f"{getattr(function, '__qualname__', type(function).__qualname__)} is not followed")
     except Unsafe as error:
-        name = overridden(trainer, (part,)) or f"the {part} of your own"
+        name = (trainer is not None and overridden(trainer, (part,))) or f"the {part} of your own"
         raise Unsafe(f"{name} is not known to be safe to leave out: {error}") from None
 
 

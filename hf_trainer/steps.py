@@ -16,7 +16,7 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_pt_utils import find_batch_size
 
 from hf_trainer.data import Inputs, count_tokens, gathers_on_device
-from hf_trainer.generation import GENERATION, compiled_generation
+from hf_trainer.generation import GENERATION, TrainerSteps, compiled_generation
 from hf_trainer.libraries import generates_batches, generating, generating_apart, libraries_of, prepared, reads_allowed
 from hf_trainer.model import ModelSharding, ParameterMoves, model_of
 from hf_trainer.patches import (
@@ -44,6 +44,7 @@ from xla_adapters.data.batches import token_count
 from xla_adapters.insight.run_record import RunRecord
 from xla_adapters.insight.times import STEP
 from xla_adapters.loop.gradient_reads import schedule_sees_gradients
+from xla_adapters.loop.replay import copies
 from xla_adapters.loop.steps import StepDriver, around_run, check_loss
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.safety import is_trusted
@@ -58,10 +59,10 @@ _HINT = " (a TrainerCallback may in on_step_end, on_log and on_evaluate)"
 _EVAL_HINT = f"{_HINT[:-1]}; compile_eval=False evaluates operation by operation, where everything may be read)"
 
 
-def make_steps(config: XLAConfig, args: transformers.TrainingArguments) -> StepDriver:
+def make_steps(config: XLAConfig, args: transformers.TrainingArguments) -> TrainerSteps:
     """The steps of a trainer: of training, evaluation and generation."""
     folder = None if args.output_dir is None else str(args.output_dir)
-    return StepDriver(
+    return TrainerSteps(
         config.of_run(folder), args.seed, (EVALUATION, GENERATION), hint=_HINT, evaluation_hint=_EVAL_HINT
     )
 
@@ -174,7 +175,7 @@ class TrainingSteps:
         self,
         trainer: transformers.Trainer,
         base: Any,
-        steps: StepDriver,
+        steps: TrainerSteps,
         inputs: Inputs,
         record: RunRecord,
         shapes: TrainerShapes,
@@ -227,7 +228,7 @@ class TrainingSteps:
         if generated:
             # As the method of the base class does before it prepares the batch. An evaluation has changed the mode.
             model.train()
-            with generating(trainer, model, steps.evaluation[GENERATION], self._inputs):
+            with generating(trainer, model, steps.generation, self._inputs):
                 inputs = trainer._prepare_inputs(inputs)
             inputs, length = self._inputs.uploaded(inputs), ""
         else:
@@ -445,7 +446,7 @@ class Evaluation:
         self,
         trainer: transformers.Trainer,
         base: Any,
-        steps: StepDriver,
+        steps: TrainerSteps,
         inputs: Inputs,
         session: Session,
         shapes: TrainerShapes,
@@ -536,7 +537,7 @@ class Evaluation:
             if not generated:
                 inputs, length, cut = self._shapes.of_evaluation(inputs, preprocesses=self._preprocess is not None)
             else:
-                with generating(self._trainer, model, self._steps.evaluation[GENERATION], self._inputs):
+                with generating(self._trainer, model, self._steps.generation, self._inputs):
                     inputs = self._trainer._prepare_inputs(inputs)
                 inputs = self._inputs.uploaded(inputs)
             if self.is_compiled and self._may_replay():
@@ -555,10 +556,11 @@ class Evaluation:
                     loss, logits, labels = self._base.prediction_step(
                         model, inputs, prediction_loss_only, *args, **kwargs
                     )
-                self._steps.evaluation[EVALUATION].keep("metrics", added)
+                evaluation = self._steps.evaluation[EVALUATION]
+                evaluation.keep("metrics", added)
                 if self._preprocess is not None and logits is not None:
                     logits = self._preprocess(logits, labels)
-                return loss, logits, labels
+                return loss, copies(logits) if evaluation.is_open else logits, labels
 
             phase = ("evaluation, loss only" if prediction_loss_only else "evaluation") + length
             with self._steps.evaluation_step(EVALUATION, inputs, phase=phase, replay=spec) as step:
@@ -580,7 +582,7 @@ class Evaluation:
         """
         with (
             self._inputs.staying_on_host(True),
-            compiled_generation(self._trainer.model, model, self._steps.evaluation[GENERATION], self._shapes),
+            compiled_generation(self._trainer.model, model, self._steps.generation, self._shapes),
         ):
             yield
 

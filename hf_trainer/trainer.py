@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from hf_trainer.generation import GENERATION, generate
+from hf_trainer.generation import generate
 from hf_trainer.mixin import XLATrainerMixin
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Trainer(XLATrainerMixin, transformers.Trainer):
         model: Any = self.model
         model.eval()
         with self._xla.session.running():
-            program = self._xla.steps.evaluation[GENERATION]
-            return generate(model, *args, program=program, shapes=self._xla.shapes, **kwargs)
+            generation = self._xla.steps.generation
+            return generate(model, *args, generation=generation, shapes=self._xla.shapes, **kwargs)
 
 
 class Seq2SeqTrainer(XLATrainerMixin, transformers.Seq2SeqTrainer):

@@ -14,7 +14,7 @@ from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.safety import Analysis, FrameworkModel
 from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.replay.tracked_code import TrackedCode
-from xla_adapters.utils.nested_values import as_dicts
+from xla_adapters.utils.nested_values import as_dicts, replaced
 
 
 class StepCode:
@@ -92,6 +92,15 @@ def batch_of(batch: Any) -> tuple[list[torch.Tensor], tuple[Hashable, ...]]:
     leaves, spec = tree_flatten(as_dicts(batch))
     shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], (str(spec), shapes)
+
+
+def copies(results: Any) -> Any:
+    """The results of a step that goes on to the host, with a tensor of its own for each.
+
+    A linear layer returns a view (of a matrix product with fewer dimensions), whose base would be one more value of the
+    graph, a hidden one. A step with hidden values is never replayed.
+    """
+    return replaced(results, torch.Tensor.clone)
 
 
 def optimizer_reason(optimizer: Any) -> str | None:

@@ -86,9 +86,16 @@ def as_dicts(value: Any) -> Any:
 
 
 def own_attributes(value: Mapping[Any, Any]) -> dict[str, Any]:
-    """The public attributes of a mapping, without that in which `UserDict` keeps the entries."""
+    """The public attributes of a mapping, without that in which `UserDict` keeps the entries, and without entries.
+
+    A `ModelOutput` of transformers has its entries as attributes, too.
+    """
     attributes = getattr(value, "__dict__", {})
-    return {name: item for name, item in attributes.items() if name != "data" and name[0] != "_"}
+    return {
+        name: item
+        for name, item in attributes.items()
+        if name != "data" and name[0] != "_" and not (name in value and value[name] is item)
+    }
 
 
 # Exact types: an instance of a subclass may carry code and attributes.
