@@ -159,7 +159,8 @@ class CheckpointStores:
             asked = get_last_checkpoint(root) or ""
             if not asked:
                 raise CheckpointNotFoundError(
-                    f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({root})"
+                    f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({root}). "
+                    "Leave the argument out to train from the start"
                 )
         path = str(asked)
         self.check_is_folder(path)

@@ -13,7 +13,15 @@ from transformers import TrainingArguments
 from hf_trainer.bridge import Bridge
 from hf_trainer.libraries import before_log
 from hf_trainer.model import OptimizerChoice, bfloat16_autocast, prepare_for_xla
-from hf_trainer.options import TrainerOptions, XLAArguments, check_arguments, check_optimizer, take_fsdp, take_options
+from hf_trainer.options import (
+    TrainerOptions,
+    XLAArguments,
+    check_arguments,
+    check_optimizer,
+    naming_near_options,
+    take_fsdp,
+    take_options,
+)
 from hf_trainer.patches import correct_process_index, give_device_to_accelerate, trainer_patches
 from hf_trainer.resume import keeping_numbers_of_data, numbers_of_another_device_allowed
 from xla_adapters import XLAConfig
@@ -92,7 +100,7 @@ class XLATrainerMixin(_Base):
             if isinstance(given, TrainingArguments):
                 check_arguments(given, self.xla_config)
         check_optimizer((kwargs.get("optimizers") or (None, None))[0], kwargs.get("optimizer_cls_and_kwargs"))
-        with trainer_patches():
+        with trainer_patches(), naming_near_options(kwargs):
             super().__init__(*args, **kwargs)
         self._xla.connect()
 

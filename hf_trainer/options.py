@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import difflib
 import inspect
 import json
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -162,6 +164,20 @@ def take_options(arguments: dict[str, Any]) -> dict[str, Any]:
     """Takes the options of `XLAConfig`, also those of earlier versions, out of keyword arguments of all kinds."""
     names = (*XLAConfig.names(), *REMOVED_OPTIONS)
     return {name: arguments.pop(name) for name in names if name in arguments}
+
+
+@contextlib.contextmanager
+def naming_near_options(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Adds to the TypeError of an argument that no trainer has which options have a name like it."""
+    try:
+        yield
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown and unknown[1] in arguments:
+            known = [option.name for option in fields(XLAArguments)]
+            if near := difflib.get_close_matches(unknown[1], known, n=2):
+                error.add_note(f"{unknown[1]} is no option of the trainer; did you mean {' or '.join(near)}?")
+        raise
 
 
 def check_checkpoint_options(
@@ -357,6 +373,7 @@ def check_runtime(shards: bool) -> None:
         raise ConfigError(
             f"this process has {count} devices, and the trainer was created without sharding: torch_xla counts each "
             f"device as a process, and this one would wait for the other {count - 1} at the first reduction. Give "
-            "auto_sharding=True, or sharding='fsdp', to train on all of them; or have one device by CPU_NUM_DEVICES=1, "
-            "or on a TPU TPU_VISIBLE_CHIPS=0"
+            "auto_sharding=True, or sharding='fsdp', to train on all of them, and call "
+            "xla_adapters.initialize(spmd=True) at the start; or have one device by CPU_NUM_DEVICES=1, or on a TPU "
+            "TPU_VISIBLE_CHIPS=0"
         )

@@ -6,6 +6,7 @@ Everything it raises on purpose derives from `XLAAdapterError`. A class's docstr
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import pickle
@@ -519,7 +520,12 @@ def entry(name: str) -> str:
     classes = explained()
     found = next((cls for known, cls in classes.items() if known.lower() == name.lower()), None)
     if found is None:
-        raise ConfigError(f"there is no error or warning {name!r}; there are: {', '.join(classes)}")
+        near = difflib.get_close_matches(name.lower(), [known.lower() for known in classes], n=3)
+        likely = [known for known in classes if known.lower() in near]
+        listed = f"near: {', '.join(likely)}" if likely else f"there are: {', '.join(classes)}"
+        raise ConfigError(
+            f"there is no error or warning {name!r}; {listed}. The text of a message is in docs/reference/messages.md"
+        )
     bases = ", ".join(base.__name__ for base in found.__bases__)
     return f"{found.__name__} ({bases})\n\n{meaning(found)}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +266,15 @@ def test_a_checkpoint_that_is_not_there(safe: bool, tmp_path: Path) -> None:
     file = tmp_path / "checkpoint-2" / "model.safetensors"
     with pytest.raises(CheckpointNotFoundError, match=r"it is a file, .*did you mean .*checkpoint-2\?"):
         trainer.train(resume_from_checkpoint=str(file))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("shard", "sharding"), ("on_graphbreak", "on_graph_break"), ("xla_reports", "xla_report")]
+)
+def test_an_option_that_is_misspelt(given: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"argument '{given}'") as caught:
+        hf_trainer.Trainer(Classifier(), **{given: "fsdp"})
+    assert re.search(f"{given} is no option of the trainer; did you mean .*{meant}", caught.value.__notes__[0])
+    with pytest.raises(TypeError, match="argument 'quite_another'") as caught:
+        hf_trainer.Trainer(Classifier(), quite_another=1)
+    assert not hasattr(caught.value, "__notes__")

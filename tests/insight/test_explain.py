@@ -71,7 +71,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "tensorreaderror"]) == 0
     assert "Read it after the step".lower() in capsys.readouterr().out.lower()
     assert cli.main(["explain", "TensorError"]) == 2
-    assert "there are: XLAAdapterError, ConfigError" in capsys.readouterr().err
+    assert "near: HostTensorError, TensorReadError, SolverError. " in capsys.readouterr().err
+    assert cli.main(["explain", "Expected XLA tensor. Got: torch.FloatTensor"]) == 2
+    said = capsys.readouterr().err
+    assert "there are: XLAAdapterError, ConfigError" in said
+    assert "docs/reference/messages.md" in said
     assert cli.main(["explain"]) == 0
     assert capsys.readouterr().out.splitlines()[0].startswith("XLAAdapterError ")
 
@@ -144,7 +148,7 @@ def _spawn() -> None:
 @isolated
 def test_messages_of_torch_are_as_the_page_has_them(provoke: Callable[[], None]) -> None:
     headings = re.findall(r"^### (.*)$", MESSAGES.read_text().partition("## Messages of this package")[0], re.MULTILINE)
-    assert len(headings) == 13
+    assert len(headings) == 14
     said = [heading.replace("`", "").split("…") for heading in headings]
     with pytest.raises((RuntimeError, ValueError)) as raised:
         provoke()

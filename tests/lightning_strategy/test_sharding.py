@@ -335,7 +335,7 @@ def test_what_cannot_be_is_refused_with_the_fix() -> None:
             with pytest.raises(kind, match=match):
                 strategy(**options)
 
-    refused(ConfigError, "scheme='ddp'.*valid values: 'auto', 'dp', 'fsdp', 'tp', '2d'", sharding="ddp")
+    refused(ConfigError, "sharding='ddp'.*valid values: 'auto', 'dp', 'fsdp', 'tp', '2d'", sharding="ddp")
     refused(ConfigError, "auto_sharding= or sharding=, not both", sharding="dp", auto_sharding=True)
     refused(
         UnsupportedOptionError, "eager.dynamo.*use xla_mode='eager.compile'", sharding="dp", xla_mode="eager+dynamo"

@@ -270,7 +270,7 @@ def test_either_flag_of_an_adapter_gives_a_config(auto_sharding: Any, sharding: 
     [
         (True, "dp", "auto_sharding= or sharding=, not both"),
         (RFC, {"scheme": "dp"}, "not both"),
-        (None, "zero3", "scheme='zero3' is not a valid value"),
+        (None, "zero3", "sharding='zero3' is not a valid value; valid values: 'auto', 'dp'"),
         ("dp", None, "auto_sharding='dp' is not a valid value; .* goes to sharding="),
         (ShardingConfig(scheme="dp"), None, "goes to sharding="),
     ],

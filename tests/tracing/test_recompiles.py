@@ -254,9 +254,14 @@ def test_remedies_of_batches_are_those_of_the_change(caplog: pytest.LogCaptureFi
     caplog.set_level(logging.WARNING, "xla_adapters")
     x = torch.ones(4, 3)
     with xla_adapters.eager():
-        shape = _batches_are_explained(caplog, {"x": x}, {"x": torch.ones(2, 3)})
-        assert "x: (4, 3) float32 -> (2, 3) float32" in shape
+        shape = _batches_are_explained(caplog, {"x": x}, {"x": torch.ones(4, 2)})
+        assert "x: (4, 3) float32 -> (4, 2) float32" in shape
         assert "what to do: pad to a fixed length" in shape
+        last = _batches_are_explained(caplog, {"x": x, "y": x[:, 0]}, {"x": x[:2], "y": x[:2, 0]})
+        assert "y: (4,) float32 -> (2,) float32" in last
+        assert "what to do: if it is the smaller last batch of an epoch, leave it out by drop_last=True" in last
+        longer = _batches_are_explained(caplog, {"x": x, "y": x[:, 0]}, {"x": torch.ones(2, 4), "y": x[:2, 0]})
+        assert "what to do: pad to a fixed length" in longer
         dtype = _batches_are_explained(caplog, {"x": x}, {"x": x.byte()})
         assert "x: (4, 3) float32 -> (4, 3) uint8" in dtype
         assert "what to do: convert the data to one dtype" in dtype

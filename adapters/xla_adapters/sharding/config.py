@@ -190,6 +190,12 @@ class ShardingConfig:
             return cls.from_dict(sharding)
         if isinstance(sharding, ShardingPlan):
             return cls(plan=sharding)
+        if sharding not in get_args(Scheme):
+            listed = ", ".join(map(repr, get_args(Scheme)))
+            raise ConfigError(
+                f"sharding={sharding!r} is not a valid value; valid values: {listed}, a ShardingConfig, its options, a "
+                "ShardingPlan"
+            )
         return cls(scheme=sharding)  # type: ignore[arg-type]
 
     def mesh(self, devices: int) -> Mesh | None:

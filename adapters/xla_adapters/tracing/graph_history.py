@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -260,10 +261,22 @@ def _remedy(changes: list[tuple[str, str]]) -> str:
         return "make it a tensor: its value is then an input of the graph; or choose among a few values"
     if old_shapes == shapes:
         return "convert the data to one dtype in the dataset: each dtype is a graph of its own"
+    if old_dtypes == dtypes and all(map(_has_fewer_rows, old_shapes, shapes)):
+        return (
+            "if it is the smaller last batch of an epoch, leave it out by drop_last=True of the DataLoader "
+            "(dataloader_drop_last=True of TrainingArguments), or accept one compile more: each shape is a graph of "
+            "its own"
+        )
     return (
         "pad to a fixed length or to a few lengths (shapes='auto' of a trainer), and drop the partial last batch "
         "(drop_last): each shape is a graph of its own"
     )
+
+
+def _has_fewer_rows(before: str, now: str) -> bool:
+    """Whether two shapes, as text, differ in the first size alone, and the second one is smaller."""
+    old, new = ast.literal_eval(before), ast.literal_eval(now)
+    return len(old) == len(new) and old[1:] == new[1:] and new < old
 
 
 # ---- how many there may be --------------------------------------------------------------------------
