@@ -16,6 +16,7 @@ from xla_adapters.tracing.library_reads import (
     LibraryReads,
     MaskedSelection,
     only_clamps,
+    only_writes_where,
     value_that_passes,
     with_selections,
 )
@@ -185,7 +186,7 @@ class AllowedReads:
         return NO_RESULT if not defers or self._breaks.ends() else self.deferred.read(tensor)
 
     def _unknown_to_layers(self, function: _CALL, tensor: torch.Tensor) -> Any:
-        """What layers read that the host does not know; `NO_RESULT` unless it is for a message, a check or a clamp."""
+        """What layers read that the host does not know; `NO_RESULT` unless it is for a message, a check, or nothing."""
         if function in _FOR_MESSAGES:
             return f"(a tensor of the step, {tuple(tensor.shape)}, {tensor.dtype})"
         frame = self._reads.reading_frame()
@@ -193,6 +194,8 @@ class AllowedReads:
             return NO_RESULT
         if only_clamps(frame):
             return False
+        if only_writes_where(frame):
+            return True
         passing = value_that_passes(frame)
         if passing is None:
             return NO_RESULT

@@ -215,6 +215,7 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _NOT_FINITE = re.compile(r"not torch\.isfinite\((\w+)\)\.all\(\)")
 _CLAMPED = r"(\w+) = torch\.finfo\({0}\.dtype\)\.max - 1000\n{0} = torch\.clamp\({0}, min=-\1, max=\1\)"
+_WRITTEN = r"[\w.\[\]:]+\[{0}\] = -?(\d[\d.e-]*|float\('-?inf'\))"
 # Methods that end an expression whose value is what was read.
 _VERDICTS = ("all", "any", "item")
 # Of these types all finite numbers are in the range to which layers clamp.
@@ -279,6 +280,16 @@ def only_clamps(frame: FrameType) -> bool:
         and isinstance(clamped, torch.Tensor)
         and clamped.dtype in _WIDE
     )
+
+
+def only_writes_where(frame: FrameType) -> bool:
+    """Whether a line only decides if a number is written where a mask is true; where it nowhere is, nothing changes."""
+    branch = _branch_at(frame.f_code.co_filename, frame.f_lineno)
+    if not isinstance(branch, ast.If) or branch.orelse:
+        return False
+    mask = re.fullmatch(r"(\w+)\.any\(\)", ast.unparse(branch.test))
+    body = "\n".join(map(ast.unparse, branch.body))
+    return mask is not None and re.fullmatch(_WRITTEN.format(mask[1]), body) is not None
 
 
 class MaskedSelection:
