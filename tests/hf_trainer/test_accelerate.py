@@ -240,7 +240,7 @@ def with_a_norm_of_numbers(accelerator: Any) -> tuple[list[float], Any]:
         norm = sum(parameter.grad.norm().item() ** 2 for parameter in setup.model.parameters()) ** 0.5
         setup.optimizer.step()
         setup.optimizer.zero_grad()
-        seen.append(norm)
+        seen += [torch.tensor([norm, 1.0])[0].item(), norm]
     return json.loads(json.dumps(seen)), setup.weights
 
 

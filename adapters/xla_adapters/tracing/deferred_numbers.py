@@ -446,6 +446,12 @@ def make_plain(kept: Any) -> Any:
     return kept
 
 
+def known_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call that makes a tensor of numbers, with the values of deferred ones."""
+    numbers = args[0] if args and type(args[0]) in (list, tuple) else args[:1]
+    return tuple(map(_plain, args)) if any(isinstance(one, DeferredNumber) for one in numbers) else args
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, DeferredNumber):
         return value.value()
