@@ -211,6 +211,39 @@ def without_an_optimizer(accelerator: Any) -> tuple[list[float], Any]:
     return [float(number) for number in seen], setup.weights
 
 
+def by_rows_that_count(accelerator: Any) -> tuple[list[float], Any]:
+    """As scripts for language models: how many labels count in the next batches is read before their forwards."""
+    setup, seen = Setup(accelerator), []
+    batches = iter(setup.loader)
+    for _ in range(3):
+        ahead = [next(batches), next(batches)]
+        count = accelerator.gather(sum(batch["y"].ne(0).sum() for batch in ahead)).sum().item()
+        losses = []
+        for batch in ahead:
+            if (batch["y"] == 0).all():
+                continue
+            labels = torch.where(batch["y"] == 0, -100, batch["y"])
+            loss = F.cross_entropy(setup.model(batch["x"]), labels, reduction="sum") / count
+            accelerator.backward(loss)
+            losses.append(loss.detach())
+        setup.optimizer.step()
+        setup.optimizer.zero_grad()
+        seen += [float(count), sum(losses).item()]  # type: ignore[union-attr]
+    return seen, setup.weights
+
+
+def with_a_norm_of_numbers(accelerator: Any) -> tuple[list[float], Any]:
+    """As scripts for speech: the norm of the gradients is added up of numbers before the update, and written."""
+    setup, seen = Setup(accelerator), []
+    for batch in setup.loader:
+        accelerator.backward(setup.loss(batch))
+        norm = sum(parameter.grad.norm().item() ** 2 for parameter in setup.model.parameters()) ** 0.5
+        setup.optimizer.step()
+        setup.optimizer.zero_grad()
+        seen += [torch.tensor([norm, 1.0])[0].item(), norm]
+    return json.loads(json.dumps(seen)), setup.weights
+
+
 def with_perplexity(accelerator: Any) -> tuple[list[float], Any]:
     """As transformers' scripts: losses of an evaluation whose last batch is smaller; a schedule of the optimizer."""
     setup, losses = Setup(accelerator), []
@@ -235,6 +268,8 @@ LOOPS: dict[Callable[[Any], Any], int] = {
     without_a_loader: 6,
     accumulating_by_hand: 6,
     without_an_optimizer: 6,
+    by_rows_that_count: 3,
+    with_a_norm_of_numbers: 6,
     with_perplexity: 6 + 3,
 }
 
@@ -286,6 +321,24 @@ def test_a_number_that_is_read_before_the_update_cannot_decide_it() -> None:
     setup = Setup(Accelerator())
     with pytest.raises(TensorReadError, match=r"test_accelerate.py:\d+"):
         setup.epoch(lambda loss: loss.item() > 0)
+
+
+@isolated
+def test_what_the_integers_of_the_batch_determine_may_be_read_anywhere_in_the_step() -> None:
+    setup = Setup(Accelerator())
+    reads: list[Callable[[torch.Tensor], Any]] = [
+        *(torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, lambda labels: 1 in labels),
+        *(lambda labels: bool((labels == 1).any()), lambda labels: int(labels.max()), lambda labels: f"{labels.sum()}"),
+        *(lambda labels: [label.item() for label in labels], lambda labels: list(range(labels.sum()))),
+    ]
+    seen = []
+    for batch in setup.loader:
+        loss = setup.loss(batch)
+        seen.append((batch["y"], [str(read(batch["y"])) for read in reads]))
+        setup.update(loss)
+    for labels, values in seen:
+        assert values == [str(read(labels.cpu())) for read in reads]
+    assert setup.accelerator._steps.train.calls == 6
 
 
 @isolated

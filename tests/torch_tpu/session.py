@@ -128,7 +128,7 @@ LEFT_OUT: dict[str, str] = {
         for name, reason in (
             *(
                 (f"losses_and_weights_of_the_cpu_in_one_execution_for_each_step[{loop}]", _NUMBER)
-                for loop in ("accumulating", "accumulating_by_hand", "without_an_optimizer")
+                for loop in ("accumulating", "accumulating_by_hand", "with_a_norm_of_numbers", "without_an_optimizer")
             ),
             ("numbers_of_the_open_step_are_logged_when_it_has_ended", _NUMBER),
             ("a_number_that_is_read_before_the_update_cannot_decide_it", _NUMBER),

@@ -92,6 +92,20 @@ def clamped(hidden_states):
         hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
     return hidden_states
 
+def written_where(values):
+    mask = values < 0
+    if mask.any():
+        values[1:][mask[1:]] = 5.0
+        return values
+    return values
+
+def without_negatives(values):
+    values = values * 1
+    is_negative = values[1:] < 0
+    if is_negative.any():
+        values[1:][is_negative] = float("-inf")
+    return values
+
 def otherwise_clamped(hidden_states):
     if not torch.isfinite(hidden_states).all():
         hidden_states = torch.clamp(hidden_states, min=-10, max=10)
@@ -207,10 +221,21 @@ def test_a_check_is_compared_when_values_come_to_the_host(library: Any, reads: L
         xla_adapters.get_runtime().transfers.to_host([result])
 
 
-@pytest.mark.parametrize("name", ["compared", "with_another_way", "both", "otherwise_clamped"])
+@pytest.mark.parametrize("name", ["compared", "with_another_way", "both", "otherwise_clamped", "written_where"])
 def test_what_decides_something_else_is_no_check(library: Any, reads: LibraryReads, name: str) -> None:
     with allowing_reads(reads), pytest.raises(TensorReadError), xla_adapters.step():
         getattr(library, name)(torch.tensor([1.0, 2.0]).to(DEVICE) * 1)
+
+
+@pytest.mark.parametrize("values", [[1.0, -2.0, 3.0], [1.0, 2.0, 3.0]])
+def test_what_is_written_where_a_mask_is_true_needs_no_value(
+    library: Any, reads: LibraryReads, values: list[float]
+) -> None:
+    on_device = torch.tensor(values).to(DEVICE).requires_grad_()
+    with allowing_reads(reads), xla_adapters.count() as counts, xla_adapters.step():
+        result = library.without_negatives(on_device * 1)
+    host = torch.tensor(values)
+    assert (result.tolist(), counts.executions) == (library.without_negatives(host).tolist(), 1)
 
 
 def test_a_message_needs_no_value(library: Any, reads: LibraryReads) -> None:

@@ -85,9 +85,7 @@ class ScriptSteps:
         """Has calls of a model belong to steps."""
         self._models.add(model)
         use_no_grad_for_inference_mode(model)
-        # With stand-ins a number that is read has no place in the step's program.
-        defers = not get_runtime().has_placeholders
-        self._reads = reads_of_packages((), torch.nn.ModuleList(self._models), defers_all=defers)
+        self._reads = reads_of_packages((), torch.nn.ModuleList(self._models), of_script=True)
         watch = _ForwardWatch(self)
         model.register_forward_pre_hook(watch)
         model.register_forward_hook(watch.after)

@@ -16,6 +16,7 @@ from xla_adapters.tracing.library_reads import (
     LibraryReads,
     MaskedSelection,
     only_clamps,
+    only_writes_where,
     value_that_passes,
     with_selections,
 )
@@ -27,6 +28,8 @@ _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
 NO_RESULT: Final = object()
 _FOR_MESSAGES = frozenset({_Tensor.__format__, _Tensor.__repr__})
+# What is made of the tensor and its device, not of its values alone.
+_OF_DEVICE = frozenset({_Tensor.__repr__, _Tensor.__reduce_ex__})
 _UPLOADS = frozenset({_Tensor.to, torch.tensor, torch.as_tensor, torch.scalar_tensor})
 
 
@@ -48,7 +51,8 @@ class Breaks(Protocol):
 class AllowedReads:
     """Gives the reads of known libraries in one step their results.
 
-    - A value that the integers of the batch determine is computed on the host: at once, exactly.
+    - A value that the integers of the batch determine is computed on the host: at once, exactly. A loop of a script may
+      read these, too.
     - Other numbers that `.item()` reads are deferred until after the step; see `DeferredNumber`.
     - Everything else decides what the library does next: the step is executed in two parts.
 
@@ -144,8 +148,7 @@ class AllowedReads:
     def read(self, function: _CALL, what: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of a call that reads the value of a tensor; `NO_RESULT` if it is not a library's."""
         if not self._reads.is_asked():
-            defers = self._reads.defers_all and function is _Tensor.item and args[0].numel() == 1
-            return NO_RESULT if not defers or self._breaks.ends() else self.deferred.read(args[0])
+            return self._of_script(function, args, kwargs) if self._reads.of_script else NO_RESULT
         tensor, values = args[0], self._reads.host_values
         logs = self._reads.reader() is not None
         # A floating point number that is logged is deferred.
@@ -168,8 +171,22 @@ class AllowedReads:
         self._breaks.on_read(what, tensor)
         return self._executing(function, args, kwargs)
 
+    def _of_script(self, function: _CALL, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the code of a loop reads; `NO_RESULT` if the host does not know it, and it cannot wait for the end."""
+        tensor, values = args[0], self._reads.host_values
+        with_others = any(isinstance(value, _Tensor) for value in (*args[1:], *kwargs.values()))
+        of_device = function in _OF_DEVICE or (function is _Tensor.__format__ and tensor.ndim)
+        known = None if tensor.is_floating_point() or with_others or of_device else values.find(tensor)
+        if known is not None:
+            self._breaks.found = True
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                return function(values.value(known).clone(), *args[1:], **kwargs)
+        # With stand-ins a number that is read has no place in the step's program.
+        defers = function is _Tensor.item and tensor.numel() == 1 and not self._runtime.has_placeholders
+        return NO_RESULT if not defers or self._breaks.ends() else self.deferred.read(tensor)
+
     def _unknown_to_layers(self, function: _CALL, tensor: torch.Tensor) -> Any:
-        """What layers read that the host does not know; `NO_RESULT` unless it is for a message, a check or a clamp."""
+        """What layers read that the host does not know; `NO_RESULT` unless it is for a message, a check, or nothing."""
         if function in _FOR_MESSAGES:
             return f"(a tensor of the step, {tuple(tensor.shape)}, {tensor.dtype})"
         frame = self._reads.reading_frame()
@@ -177,6 +194,8 @@ class AllowedReads:
             return NO_RESULT
         if only_clamps(frame):
             return False
+        if only_writes_where(frame):
+            return True
         passing = value_that_passes(frame)
         if passing is None:
             return NO_RESULT

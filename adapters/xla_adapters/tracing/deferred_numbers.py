@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import wraps
 from typing import Any, Protocol
 
 import numpy as np
@@ -201,8 +203,8 @@ class DeferredNumber:
 
     After the step it behaves as the number, and arithmetic with it gives plain numbers. Inside the step arithmetic
     gives another deferred number; any other use (a comparison, `float()`, formatting) needs the value, so that the step
-    is executed in two parts, which is told once. It is no `float` for C code: `json.dumps` refuses it, rather than
-    writing a wrong number.
+    is executed in two parts, which is told once. It is no `float`, since C code would take a wrong number from it.
+    `json.dumps` asks for the value of what it does not know.
 
     Args:
         source: numbers of the step, or an operation on numbers.
@@ -318,7 +320,9 @@ class DeferredNumber:
         return function(*map(_plain, operands))
 
     def __pow__(self, other: Any) -> Any:
-        return operator.pow(self.value(), _plain(other))
+        # Zero to a negative power must raise here.
+        waits = isinstance(other, (int, float)) and other > 0
+        return self._apply(operator.pow, self, other) if waits else operator.pow(self.value(), _plain(other))
 
     def __rpow__(self, other: Any) -> Any:
         return operator.pow(other, self.value())
@@ -442,9 +446,28 @@ def make_plain(kept: Any) -> Any:
     return kept
 
 
+def known_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call that makes a tensor of numbers, with the values of deferred ones."""
+    numbers = args[0] if args and type(args[0]) in (list, tuple) else args[:1]
+    return tuple(map(_plain, args)) if any(isinstance(one, DeferredNumber) for one in numbers) else args
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, DeferredNumber):
         return value.value()
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     return value
+
+
+def _write_to_json() -> None:
+    default = json.JSONEncoder.default
+
+    @wraps(default)
+    def number_or_default(encoder: json.JSONEncoder, value: Any) -> Any:
+        return value.value() if isinstance(value, DeferredNumber) else default(encoder, value)
+
+    json.JSONEncoder.default = number_or_default  # type: ignore[assignment,method-assign]
+
+
+_write_to_json()

@@ -44,7 +44,7 @@ class LibraryReads:
         folders: of the code of libraries that read in order to log. What the host does not know is deferred, or splits
             the step.
         layers: of the code of libraries of layers. What the host does not know is met as that of other code.
-        defers_all: whether what other code reads by `.item()` is deferred, too.
+        of_script: whether other code reads as in a loop of its own, whose steps are traced at each batch.
         layer_classes: the classes of the layers.
 
     Attributes:
@@ -56,10 +56,10 @@ class LibraryReads:
         folders: list[str],
         layers: list[str] | None = None,
         *,
-        defers_all: bool = False,
+        of_script: bool = False,
         layer_classes: Iterable[type] = (),
     ) -> None:
-        self.defers_all = defers_all
+        self.of_script = of_script
         self._prefixes = _prefixes(folders)
         self._all_prefixes = (*self._prefixes, *_prefixes(layers or []))
         self.host_values = HostValues()
@@ -131,21 +131,21 @@ def _frame_in(prefixes: tuple[str, ...]) -> FrameType | None:
 
 
 def reads_of_packages(
-    packages: Iterable[str], model: torch.nn.Module | None, *, defers_all: bool = False
+    packages: Iterable[str], model: torch.nn.Module | None, *, of_script: bool = False
 ) -> LibraryReads | None:
     """The reads to allow while a model is trained; None if there are none.
 
     Args:
         packages: that read in order to log.
         model: reads by known libraries that its layers come from are allowed, too.
-        defers_all: whether what other code reads by `.item()` is deferred, too.
+        of_script: whether other code reads as in a loop of its own, whose steps are traced at each batch.
     """
     classes = set() if model is None else set(map(type, model.modules()))
     of_layers = {cls.__module__.partition(".")[0] for cls in classes}.intersection(_OF_LAYERS)
-    if not packages and not of_layers and not defers_all:
+    if not packages and not of_layers and not of_script:
         return None
     folders, layers = _folders_of(packages), _folders_of(of_layers)
-    return LibraryReads(folders, layers, defers_all=defers_all, layer_classes=classes)
+    return LibraryReads(folders, layers, of_script=of_script, layer_classes=classes)
 
 
 def _folders_of(packages: Iterable[str]) -> list[str]:
@@ -215,6 +215,7 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _NOT_FINITE = re.compile(r"not torch\.isfinite\((\w+)\)\.all\(\)")
 _CLAMPED = r"(\w+) = torch\.finfo\({0}\.dtype\)\.max - 1000\n{0} = torch\.clamp\({0}, min=-\1, max=\1\)"
+_WRITTEN = r"[\w.\[\]:]+\[{0}\] = -?(\d[\d.e-]*|float\('-?inf'\))"
 # Methods that end an expression whose value is what was read.
 _VERDICTS = ("all", "any", "item")
 # Of these types all finite numbers are in the range to which layers clamp.
@@ -279,6 +280,16 @@ def only_clamps(frame: FrameType) -> bool:
         and isinstance(clamped, torch.Tensor)
         and clamped.dtype in _WIDE
     )
+
+
+def only_writes_where(frame: FrameType) -> bool:
+    """Whether a line only decides if a number is written where a mask is true; where it nowhere is, nothing changes."""
+    branch = _branch_at(frame.f_code.co_filename, frame.f_lineno)
+    if not isinstance(branch, ast.If) or branch.orelse:
+        return False
+    mask = re.fullmatch(r"(\w+)\.any\(\)", ast.unparse(branch.test))
+    body = "\n".join(map(ast.unparse, branch.body))
+    return mask is not None and re.fullmatch(_WRITTEN.format(mask[1]), body) is not None
 
 
 class MaskedSelection:

@@ -23,6 +23,7 @@ from xla_adapters.runtime import get_runtime
 from xla_adapters.runtime.extensions import extensions
 from xla_adapters.runtime.transfers import upload_scalar
 from xla_adapters.tracing.allowed_reads import NO_RESULT, AllowedReads
+from xla_adapters.tracing.deferred_numbers import known_numbers
 from xla_adapters.tracing.index_check import LOOKUPS, IndexCheck
 from xla_adapters.tracing.operand_checks import PRODUCTS, host_tensor_error, refuse_mixed_dtypes
 from xla_adapters.tracing.operation_log import OperationLog, next_node
@@ -305,6 +306,8 @@ class StepMode(TorchFunctionMode):
         elif func in FROM_NUMBERS:
             if args and is_list_of_device_scalars(args[0]):
                 return stacked_scalars(args[0], **kwargs)
+            # C++ knows numbers of Python only.
+            args = known_numbers(args)
             return self._noted(func, args, kwargs, upload_scalar(func, args, kwargs))
         elif func in NORMALISATIONS:
             self._record_leaves((*args, *kwargs.values()))
