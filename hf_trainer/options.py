@@ -176,7 +176,7 @@ def naming_near_options(arguments: Mapping[str, Any]) -> Iterator[None]:
         if unknown and unknown[1] in arguments:
             known = [option.name for option in fields(XLAArguments)]
             if near := difflib.get_close_matches(unknown[1], known, n=2):
-                error.add_note(f"{unknown[1]} is no option of the trainer; did you mean {' or '.join(near)}?")
+                raise TypeError(f"{error}; did you mean {' or '.join(near)}?") from None
         raise
 
 

@@ -298,6 +298,165 @@ def test_predict_with_generate_by_another_input(name: str, tmp_path: Path) -> No
     assert np.isfinite(result.metrics["test_loss"])
 
 
+# ---- replays ----------------------------------------------------------------------------------------
+
+
+class Scaled(transformers.GPT2LMHeadModel):
+    """Reads a number of its own, which may change between two tokens."""
+
+    scale = 1.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        computed = super().forward(*args, **kwargs)
+        return hf.modeling_outputs.CausalLMOutputWithPast(
+            logits=computed.logits * self.scale, past_key_values=computed.past_key_values
+        )
+
+
+class Doubtful(transformers.GPT2LMHeadModel):
+    """Reads a number in a way that is not followed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        computed = super().forward(*args, **kwargs)
+        logits = computed.logits * getattr(self, "scale", 2.0)
+        return hf.modeling_outputs.CausalLMOutputWithPast(logits=logits, past_key_values=computed.past_key_values)
+
+
+class Counting(transformers.GPT2LMHeadModel):
+    """Does something beside tensors, which a replay would leave out."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(*args, **kwargs)
+
+
+class At(transformers.StoppingCriteria):
+    """Calls a function behind some tokens."""
+
+    def __init__(self, tokens: tuple[int, ...], change: Callable[[], object]) -> None:
+        self.tokens, self.change, self.seen = tokens, change, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.seen += 1
+        if self.seen in self.tokens:
+            self.change()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def _own(kind: type) -> Any:
+    transformers.set_seed(0)
+    return kind(config_of("gpt2")).eval()
+
+
+def _greedy(model: Any, tokens: torch.Tensor, count: int = 11, **options: Any) -> dict[str, Any]:
+    model.generation_config.eos_token_id = None
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "max_new_tokens": count, **options}
+
+
+def _made(model: Any, tmp_path: Path, **options: Any) -> Any:
+    return hf_trainer.Trainer(model, transformers.TrainingArguments(str(tmp_path), report_to=[]), **options)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bart"])
+@isolated
+def test_tokens_are_replayed(name: str, tmp_path: Path) -> None:
+    """Also for other batches of that shape, beams, samples, and after the weights have changed."""
+    model = build(name)
+    reference = copy.deepcopy(model)
+    trainer = _made(model, tmp_path)
+    program = trainer._xla.steps.generation.program
+    seed = 0
+    for choice in ({"do_sample": False}, {"do_sample": True, "top_k": 20}, {"num_beams": 2, "do_sample": False}):
+        for _ in range(2):
+            seed += 1
+            prompt = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(seed))
+            options = _greedy(reference, prompt, 11, do_sample=choice["do_sample"]) | choice
+            model.generation_config.eos_token_id = None
+            transformers.set_seed(seed)
+            wanted = reference.generate(**options)
+            transformers.set_seed(seed)
+            before = program.calls, program.replays, program.verified
+            with xla_adapters.count() as counters:
+                assert torch.equal(trainer.generate(**options), wanted), options
+            calls, replays, verified = program.calls - before[0], program.replays - before[1], program.verified
+            with torch.no_grad():
+                for one in (*model.parameters(), *reference.parameters()):
+                    one.mul_(1.25)
+        # In the second generation all but what makes the cache, and what verifies.
+        first = 2 if model.config.is_encoder_decoder else 1
+        assert replays == calls - first - (verified - before[2])
+        if "num_beams" not in choice:
+            assert counters.executions - 2 * (verified - before[2]) <= calls
+    assert not program.replay_reasons
+    assert "forward" not in vars(model)
+
+
+@isolated
+def test_what_changes_between_two_tokens(tmp_path: Path) -> None:
+    """A number that the model reads, a hook, and a module that was replaced."""
+
+    def changes(model: Any) -> At:
+        def change() -> None:
+            model.scale = -model.scale
+            if stop.seen > 7:
+                model.transformer.h[0].mlp.register_forward_hook(lambda module, args, result: result * 0)
+            if stop.seen > 8:
+                model.transformer.h[0].ln_1 = torch.nn.Identity()
+
+        stop = At((5, 6, 8, 9), change)
+        return stop
+
+    model = _own(Scaled)
+    reference = copy.deepcopy(model)
+    trainer = _made(model, tmp_path)
+    tokens = _tokens()
+    wanted = reference.generate(**_greedy(reference, tokens), stopping_criteria=[changes(reference)])
+    written = trainer.generate(**_greedy(model, tokens), stopping_criteria=[changes(model)])
+    assert torch.equal(written, wanted)
+    assert trainer._xla.steps.generation.program.replays
+
+
+@pytest.mark.parametrize("how", ["counts", "doubtful", "refused", "promised", "sliding"])
+@isolated
+def test_tokens_that_are_not_replayed(how: str, tmp_path: Path) -> None:
+    """And one kind that is, since the user promises it."""
+    if how == "sliding":
+        transformers.set_seed(0)
+        config = transformers.MistralConfig(**_LAYERS, **_TEXT, num_key_value_heads=2, sliding_window=4)
+        model: Any = transformers.MistralForCausalLM(config).eval()
+    else:
+        kinds = {"counts": Counting, "refused": transformers.GPT2LMHeadModel, "promised": Doubtful}
+        model = _own(kinds.get(how, Doubtful))
+    reference = copy.deepcopy(model)
+    replay: Any = {"refused": False, "promised": True}.get(how, "auto")
+    trainer = _made(model, tmp_path, step_replay=replay)
+    tokens = _tokens()
+    for _ in range(2):
+        assert torch.equal(trainer.generate(**_greedy(model, tokens)), reference.generate(**_greedy(reference, tokens)))
+    program = trainer._xla.steps.generation.program
+    assert bool(program.replays) == (how == "promised")
+    if how == "counts":
+        assert model.calls == reference.calls == 22
+    if how in ("counts", "doubtful"):
+        assert any("getattr" in reason and "test_generation.py" in reason for reason in program.replay_reasons)
+
+
+@isolated
+def test_an_evaluation_with_logits_is_replayed(tmp_path: Path) -> None:
+    """Those of a linear layer are a view."""
+    model = build("gpt2")
+    rows = _tokens(12, 8)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    with torch.no_grad():
+        wanted = copy.deepcopy(model).eval()(input_ids=rows).logits.numpy()
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], per_device_eval_batch_size=2)
+    trainer = hf_trainer.Trainer(model, args, eval_dataset=data, compute_metrics=lambda prediction: {})
+    assert np.allclose(trainer.predict(data).predictions, wanted, atol=1e-5)
+    program = trainer._xla.steps.evaluation["eval_step"]
+    assert (program.calls, program.replays) == (6, 4)
+    assert not program.replay_reasons
+
+
 # ---- few shapes -------------------------------------------------------------------------------------
 
 

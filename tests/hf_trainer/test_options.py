@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -272,9 +271,7 @@ def test_a_checkpoint_that_is_not_there(safe: bool, tmp_path: Path) -> None:
     ("given", "meant"), [("shard", "sharding"), ("on_graphbreak", "on_graph_break"), ("xla_reports", "xla_report")]
 )
 def test_an_option_that_is_misspelt(given: str, meant: str) -> None:
-    with pytest.raises(TypeError, match=f"argument '{given}'") as caught:
+    with pytest.raises(TypeError, match=f"argument '{given}'; did you mean .*{meant}"):
         hf_trainer.Trainer(Classifier(), **{given: "fsdp"})
-    assert re.search(f"{given} is no option of the trainer; did you mean .*{meant}", caught.value.__notes__[0])
-    with pytest.raises(TypeError, match="argument 'quite_another'") as caught:
+    with pytest.raises(TypeError, match=r"argument 'quite_another'$"):
         hf_trainer.Trainer(Classifier(), quite_another=1)
-    assert not hasattr(caught.value, "__notes__")

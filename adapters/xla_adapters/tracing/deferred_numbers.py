@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 from collections.abc import Callable, Iterator
 from enum import Enum
-from functools import wraps
 from typing import Any, Protocol
 
 import numpy as np
@@ -203,8 +201,8 @@ class DeferredNumber:
 
     After the step it behaves as the number, and arithmetic with it gives plain numbers. Inside the step arithmetic
     gives another deferred number; any other use (a comparison, `float()`, formatting) needs the value, so that the step
-    is executed in two parts, which is told once. It is no `float`, since C code would take a wrong number from it.
-    `json.dumps` asks for the value of what it does not know.
+    is executed in two parts, which is told once. It is no `float` for C code: `json.dumps` refuses it, rather than
+    writing a wrong number.
 
     Args:
         source: numbers of the step, or an operation on numbers.
@@ -458,16 +456,3 @@ def _plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     return value
-
-
-def _write_to_json() -> None:
-    default = json.JSONEncoder.default
-
-    @wraps(default)
-    def number_or_default(encoder: json.JSONEncoder, value: Any) -> Any:
-        return value.value() if isinstance(value, DeferredNumber) else default(encoder, value)
-
-    json.JSONEncoder.default = number_or_default  # type: ignore[assignment,method-assign]
-
-
-_write_to_json()
