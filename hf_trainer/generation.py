@@ -50,8 +50,8 @@ class Generation:
         self.program = program
         self._config = config
         self._codes: dict[int, tuple[torch.nn.Module, StepCode]] = {}
-        # The modules whose `forward` is replaced at present, for which nothing need be compared.
-        self.replaced: set[torch.nn.Module] = set()
+        # The modules whose `forward` is replaced at present, which need not be compared.
+        self._replaced: list[torch.nn.Module] = []
 
     def spec(self, model: torch.nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> CallSpec | None:
         """Describes a call of the model for a replay; None if it can only be traced.
@@ -66,6 +66,8 @@ class Generation:
         cache = inputs.get(_CACHE)
         state = _static_state(cache)
         if state is None:
+            if cache is not None and _is_filled(cache):
+                self.program.refuse_replay(f"its {type(cache).__name__} keeps Python numbers, or grows")
             return None
         others = {name: value for name, value in inputs.items() if name != _CACHE}
         if id(model) not in self._codes:
@@ -83,8 +85,27 @@ class Generation:
             change=code.change,
             constants=code.tensors,
             look_again=code.look_again,
-            exempt=lambda module: ("forward",) if module in self.replaced else (),
+            exempt=lambda module: ("forward",) if any(module is one for one in self._replaced) else (),
         )
+
+    @contextmanager
+    def replacing(self, model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+        """Inside the context the model has another `forward`, on the instance."""
+        self._replaced.append(model)
+        try:
+            with replaced(model, "forward", forward):
+                yield
+        finally:
+            self._replaced.pop()
+
+    def note_cache(self, cache: Any, *, is_new: bool) -> None:
+        """Behind a call: notes that nothing shares a buffer with the tensors of a cache that the call has made.
+
+        Otherwise the first replay looks for what does, among all objects of the process.
+        """
+        state = _static_state(cache) if is_new else None
+        if state and get_runtime().has_shared_buffers:
+            get_runtime().shared_buffers.note_own_buffers(state)
 
 
 class TrainerSteps(StepDriver):
@@ -133,38 +154,32 @@ def compiled_forward(
             args, kwargs = _upload(args), _upload(kwargs)
         phase, cache = _phase(model, kwargs, length)
         # A replay compares the model with what it was, which has no method of this function.
-        with own_forward(), Discarding(program), torch.no_grad(), as_if_compiling():
+        with _as_found(model, own), Discarding(program), torch.no_grad(), as_if_compiling():
             spec = generation.spec(model, args, kwargs)
             program.open(inputs=_tensors_only(kwargs), phase=phase, facts={"cache": cache}, replay=spec)
             computed = program.outputs(_without_cache, forward, *args, **kwargs)
             program.close()
+        generation.note_cache(kwargs.get(_CACHE), is_new=spec is None)
         returned = results(_with_cache(computed, kwargs.get(_CACHE)))
         if cut is not None and isinstance(returned, ModelOutput):
             returned.loss, returned.logits, _ = cut((returned.get("loss"), returned.get("logits"), None))
         return returned
 
-    attributes = vars(model)
-    own = attributes.get("forward")
+    own = vars(model).get("forward")
+    with generation.replacing(model, compiled):
+        yield
 
-    @contextmanager
-    def own_forward() -> Iterator[None]:
-        if own is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = own
-        try:
-            yield
-        finally:
-            attributes["forward"] = compiled
 
-    is_first = model not in generation.replaced
-    generation.replaced.add(model)
+@contextmanager
+def _as_found(model: torch.nn.Module, own: Any) -> Iterator[None]:
+    """Inside the context a model whose `forward` is replaced has its own: of the instance, or of the class (None)."""
+    compiled = vars(model).pop("forward")
+    if own is not None:
+        vars(model)["forward"] = own
     try:
-        with replaced(model, "forward", compiled):
-            yield
+        yield
     finally:
-        if is_first:
-            generation.replaced.discard(model)
+        vars(model)["forward"] = compiled
 
 
 def generate(model: Any, *args: Any, generation: Generation, shapes: TrainerShapes | None = None, **kwargs: Any) -> Any:
@@ -352,11 +367,16 @@ def _phase(model: torch.nn.Module, inputs: Mapping[str, Any], length: str) -> tu
     if hasattr(cache, "self_attention_cache"):
         name += length
         cache = cache.self_attention_cache
-    if getattr(cache, "is_initialized", True):
+    if _is_filled(cache):
         filled = cache.get_seq_length() if hasattr(cache, "get_seq_length") else None
         # A cache that grows has another shape for each token.
         return f"{name}, next tokens" + (f" after {filled}" if isinstance(filled, int) else ""), "filled"
     return f"{name}, first tokens{length}", "empty"
+
+
+def _is_filled(cache: Any) -> bool:
+    """Whether a cache holds tokens; one of an encoder and a decoder, in its self-attention part."""
+    return bool(getattr(getattr(cache, "self_attention_cache", cache), "is_initialized", True))
 
 
 def _static_state(cache: Any) -> list[torch.Tensor] | None:

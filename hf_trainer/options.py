@@ -296,11 +296,10 @@ def check_arguments(args: TrainingArguments, config: XLAConfig) -> None:
             "CPU use transformers.Trainer, with USE_TORCH_XLA=0 in the environment where torch_xla is installed: "
             "without it accelerate takes the XLA device, whatever use_cpu says"
         )
-    if args.fp16 or args.fp16_full_eval:
-        option = "fp16" if args.fp16 else "fp16_full_eval"
+    if args.fp16:
         raise UnsupportedOptionError(
-            f"{option}=True: its gradient scaler reads the gradients on the host at every step, and XLA devices "
-            f"compute in bfloat16; use {option.replace('fp16', 'bf16')}=True"
+            "fp16=True: its gradient scaler reads the gradients on the host at every step, and XLA devices compute in "
+            "bfloat16; use bf16=True"
         )
     if args.torch_compile:
         raise UnsupportedOptionError(

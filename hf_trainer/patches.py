@@ -32,6 +32,7 @@ from hf_trainer.data import DeviceLoader, skip_first_batches
 from xla_adapters import get_runtime
 from xla_adapters.utils import torch_modes
 from xla_adapters.utils.patching import replaced, replaced_item
+from xla_adapters.utils.torch_modes import function_called, is_of_torch
 
 # The default of transformers. It sorts the tokens by expert and multiplies groups whose sizes depend on the routing.
 # XLA has neither the histogram nor the grouped product.
@@ -283,7 +284,7 @@ class _ScalesByUse(TorchFunctionMode):
         is_theirs = sys._getframe(1).f_code is transformers.Trainer.compute_loss.__code__
         if func is torch.Tensor.mul_ and is_theirs and not self._are_used:
             return args[0]
-        return func(*args, **(kwargs or {}))
+        return (func if is_of_torch(func) else function_called(func))(*args, **(kwargs or {}))
 
 
 @contextmanager

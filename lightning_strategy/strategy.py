@@ -46,15 +46,17 @@ from lightning_strategy.sharding import (
     prepare_for_run,
 )
 from lightning_strategy.steps import GRADIENTS, load_gradients
-from xla_adapters import XLAConfig, get_runtime
+from xla_adapters import StepProgram, XLAConfig, get_runtime
 from xla_adapters.checkpoint import CheckpointConfig, snapshot
 from xla_adapters.config import XLAOptions
 from xla_adapters.data.shapes import ShapePolicy
 from xla_adapters.errors import hide_own_frames
 from xla_adapters.insight.run_report import RunReport
+from xla_adapters.loop.replay import copies
 from xla_adapters.runtime.transfers import uploading
 from xla_adapters.sharding import accept_placements, for_first_rank
 from xla_adapters.tracing.optimizers import keep_own_kernels
+from xla_adapters.utils.nested_values import tensors_in
 from xla_adapters.utils.torch_modes import as_if_compiling
 
 if TYPE_CHECKING:
@@ -483,20 +485,27 @@ class XLAEagerStrategy(StrategyHooks, RankHooks, SingleDeviceXLAStrategy):  # ty
         """As `Strategy.on_predict_start`; counts batches from 0."""
         self.run.steps.begin_evaluation()
 
+    def _results(self, step: StepProgram, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        results = method(*args, **kwargs)
+        if not step.is_open or self.model is None:
+            return results
+        state = (*self.model.parameters(), *self.model.buffers())
+        return copies(results, of_others_than=(*state, *tensors_in((args, kwargs))))
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.validation_step`: one graph under `compile_eval`."""
         with self.run.batches.evaluation_step("validation_step", args) as step:
-            return step.outputs(super().validation_step, *args, **kwargs)
+            return step.outputs(self._results, step, super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.test_step`: one graph under `compile_eval`."""
         with self.run.batches.evaluation_step("test_step", args) as step:
-            return step.outputs(super().test_step, *args, **kwargs)
+            return step.outputs(self._results, step, super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `Strategy.predict_step`: one graph under `compile_eval`."""
         with self.run.batches.evaluation_step("predict_step", args) as step:
-            return step.outputs(super().predict_step, *args, **kwargs)
+            return step.outputs(self._results, step, super().predict_step, args, kwargs)
 
     # ---- checkpoints ---------------------------------------------------------------------------
 

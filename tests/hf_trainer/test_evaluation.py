@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -297,7 +298,7 @@ def test_evaluation_uncompiled() -> None:
     assert counts.eager_ops > 0
 
 
-def test_several_datasets_and_bf16_full_eval() -> None:
+def test_several_datasets_and_evaluation_in_half_precision() -> None:
     data = {"one": vector_samples(8), "two": vector_samples(8, seed=1)}
     with on_cpu(Classifier(), None, eval_dataset=data) as trainer:
         expected = trainer.evaluate()
@@ -306,16 +307,18 @@ def test_several_datasets_and_bf16_full_eval() -> None:
     for name in ("eval_one_loss", "eval_two_loss"):
         assert_close([actual[name]], [expected[name]])
     assert _graphs(trainer) == 1
-    half = _trainer(Classifier(), data["one"], args=arguments(bf16_full_eval=True), data_collator=_as_bfloat16)
-    assert next(half.model.parameters()).dtype == torch.float32
-    result = half.evaluate()
-    assert next(half.model.parameters()).dtype == torch.bfloat16
-    assert_close([result["eval_loss"]], [expected["eval_one_loss"]], 2e-2)
+    for option, dtype, tolerance in (("bf16_full_eval", torch.bfloat16, 2e-2), ("fp16_full_eval", torch.float16, 2e-3)):
+        collate = functools.partial(_in_half_precision, dtype)
+        half = _trainer(Classifier(), data["one"], args=arguments(**{option: True}), data_collator=collate)
+        assert next(half.model.parameters()).dtype == torch.float32
+        result = half.evaluate()
+        assert next(half.model.parameters()).dtype == dtype
+        assert_close([result["eval_loss"]], [expected["eval_one_loss"]], tolerance)
 
 
-def _as_bfloat16(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def _in_half_precision(dtype: torch.dtype, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {
-        "x": torch.stack([sample["x"] for sample in samples]).bfloat16(),
+        "x": torch.stack([sample["x"] for sample in samples]).to(dtype),
         "labels": torch.tensor([sample["labels"] for sample in samples]),
     }
 

@@ -130,7 +130,6 @@ def test_unknown_mode_lists_the_valid_ones() -> None:
 # Arguments that cannot work, and the alternative that the error names.
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"fp16": True}, "bf16=True"),
-    "fp16 evaluation": ({"fp16_full_eval": True}, "bf16_full_eval=True"),
     "torch_compile": ({"torch_compile": True}, r"xla_mode='eager\+dynamo'"),
     "torch_compile_backend": ({"torch_compile_backend": "inductor"}, r"xla_mode='eager\+dynamo'"),
     "fused": ({"optim": "adamw_torch", "optim_args": "fused=True"}, "Leave it out"),

@@ -208,6 +208,15 @@ def test_prediction_and_test_steps() -> None:
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return {"scores": self.net(batch[0]).softmax(-1)}
 
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            # Of a linear layer, whose result with three dimensions is a view; and tensors that stay themselves.
+            return {"rows": self.net[0](batch[0][:, None]), "batch": batch[0], "weight": self.net[0].weight}
+
+        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert outputs["batch"] is batch[0]
+            assert outputs["weight"] is self.net[0].weight
+            assert torch.allclose(outputs["rows"][:, 0], self.net[0](batch[0]), atol=1e-6)
+
     found: list[Any] = []
     for choice in (False, "auto"):
         L.seed_everything(3, verbose=False)
@@ -216,6 +225,9 @@ def test_prediction_and_test_steps() -> None:
 
         class Counts(L.Callback):
             def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+                self.on_test_end(trainer, pl_module)
+
+            def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
                 self.on_test_end(trainer, pl_module)
 
             def on_test_end(self, trainer: Any, pl_module: Any) -> None:
@@ -231,8 +243,10 @@ def test_prediction_and_test_steps() -> None:
         )
         tested = trainer.test(module, loader(6), verbose=False)
         predicted = trainer.predict(module, loader(6))
+        trainer.validate(module, loader(6), verbose=False)
         found.append((tested, torch.cat([item["scores"] for item in predicted])))  # type: ignore[index, union-attr]
-        assert replays == ({} if choice is False else {"test_step": 3, "predict_step": 4}), replays
+        wanted = {"test_step": 3, "predict_step": 4, "validation_step": 3}
+        assert replays == ({} if choice is False else wanted), replays
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -203,3 +204,46 @@ def test_a_mock_in_place_of_a_function_of_torch_is_called() -> None:
             seen.append(float(compiled(inputs)))
     assert backward.call_count == 5
     assert len(set(seen)) == 1
+
+
+def _twice(own: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: 2 * own(*args, **kwargs)
+
+
+def _twice_by_its_name(own: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(own)(_twice(own))
+
+
+def _twice_by_a_mock(own: Callable[..., Any]) -> Callable[..., Any]:
+    return mock.Mock(side_effect=_twice(own))
+
+
+@pytest.mark.parametrize("kind", [_twice, _twice_by_its_name, _twice_by_a_mock])
+@isolated
+def test_a_function_that_replaces_and_calls_a_function_of_torch_is_called_once(kind: Callable[..., Any]) -> None:
+    """Torch names its Python functions to modes by their globals, which the mode of a step would call again."""
+    functional = nn.functional
+    x, target = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
+    calls: dict[str, Callable[[Any, Any], torch.Tensor]] = {
+        "cross_entropy": lambda x, target: functional.cross_entropy(x, target),
+        "silu": lambda x, target: functional.silu(x),
+        "layer_norm": lambda x, target: functional.layer_norm(x, (6,)),
+        "embedding": lambda x, target: functional.embedding(target, x),
+        "dropout": lambda x, target: functional.dropout(x, 0.0),
+    }
+    for name, call in calls.items():
+        plain = call(x, target)
+        step = CompiledStep(call)
+        # Before the step has run, between two steps, and back.
+        for factor in (2, 1, 2):
+            with mock.patch.object(functional, name, kind(getattr(functional, name))) if factor == 2 else nullcontext():
+                for _ in range(4):
+                    found = step(x.to(DEVICE), target.to(DEVICE)).cpu()
+                    assert torch.allclose(found, factor * plain, atol=1e-6), (name, factor)
+
+    def inside(x: Any, target: Any) -> torch.Tensor:
+        with mock.patch.object(functional, "cross_entropy", kind(functional.cross_entropy)):
+            return functional.cross_entropy(x, target)
+
+    found = CompiledStep(inside)(x.to(DEVICE), target.to(DEVICE)).cpu()
+    assert torch.allclose(found, 2 * functional.cross_entropy(x, target), atol=1e-6)

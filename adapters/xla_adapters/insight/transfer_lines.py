@@ -14,7 +14,7 @@ from xla_adapters.open_step import in_step
 from xla_adapters.runtime.interface.tensors import copies_told
 from xla_adapters.tracing.step_mode import FROM_NUMBERS, MOVES, READS
 from xla_adapters.utils.location import line_of_user
-from xla_adapters.utils.torch_modes import device_type
+from xla_adapters.utils.torch_modes import device_type, function_called, is_of_torch
 
 TO_HOST, TO_DEVICE = "to the host", "to the device"
 # Callbacks of the first steps are looked at, and of one of so many later ones.
@@ -138,6 +138,8 @@ class _CopyMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not is_of_torch(func):
+            func = function_called(func)
         result = func(*args, **(kwargs or {}))
         if func in READS or func in MOVES or func in FROM_NUMBERS:
             self._look(func, args[0] if args else None, result)

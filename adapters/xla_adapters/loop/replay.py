@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,13 +94,18 @@ def batch_of(batch: Any) -> tuple[list[torch.Tensor], tuple[Hashable, ...]]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], (str(spec), shapes)
 
 
-def copies(results: Any) -> Any:
-    """The results of a step that goes on to the host, with a tensor of its own for each.
+def copies(results: Any, *, of_others_than: Iterable[torch.Tensor] = ()) -> Any:
+    """The results of a step, with a tensor of its own for each.
 
     A linear layer returns a view (of a matrix product with fewer dimensions), whose base would be one more value of the
     graph, a hidden one. A step with hidden values is never replayed.
+
+    Args:
+        results: of the step, while it is open.
+        of_others_than: tensors that stay themselves.
     """
-    return replaced(results, torch.Tensor.clone)
+    known = set(map(id, of_others_than))
+    return replaced(results, lambda tensor: tensor if id(tensor) in known else tensor.clone())
 
 
 def optimizer_reason(optimizer: Any) -> str | None:

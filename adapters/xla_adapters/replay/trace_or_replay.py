@@ -28,8 +28,10 @@ from xla_adapters.tracing.step_scope import StepScope
 
 logger = logging.getLogger("xla_adapters")
 
-# After so many calls in a row that could not be captured, or differed from the one before, no more are tried.
+# After so many calls in a row that could not be captured, or differed from the one before, the next are only traced.
 _ATTEMPTS = 4
+# That many of them, and twice as many after each further attempt: what was in the way (a hook) may be gone.
+_PAUSE = 16
 # Courses of one signature: what its calls decide by the values of their batches. Calls that go yet another one are
 # traced.
 _COURSES = 32
@@ -45,6 +47,8 @@ class _Record:
         call: the last traced one, if it could be captured.
         launcher: set when two traced calls agreed: the next calls are replayed.
         failures: traced calls in a row that could not be captured or differed.
+        skipped: calls since no more were tried.
+        pause: after how many of these one is tried; None for never.
         waited: traced calls since the values to compare were asked for.
         deadline: see `CallSpec`.
         replayed: replays since `launcher` was set or last verified.
@@ -58,6 +62,8 @@ class _Record:
     call: TracedCall | None = None
     launcher: Launcher | None = None
     failures: int = 0
+    skipped: int = 0
+    pause: int | None = _PAUSE
     waited: int = 0
     deadline: int = 0
     replayed: int = 0
@@ -83,6 +89,16 @@ class _Record:
     def forget(self) -> None:
         """Forgets what was captured."""
         self.call = self.launcher = None
+
+    def is_skipped(self) -> bool:
+        """Whether the next call is not worth an attempt to capture it."""
+        if self.failures < _ATTEMPTS:
+            return False
+        self.skipped += 1
+        if self.pause is None or self.skipped <= self.pause:
+            return True
+        self.failures, self.skipped, self.pause = _ATTEMPTS - 1, 0, 2 * self.pause
+        return False
 
 
 @dataclass
@@ -128,7 +144,7 @@ class TraceOrReplay:
         signature = key, environment(), self._gradients(spec)
         course, reads = self._course(signature, spec)
         record = self._record_of((signature, course))
-        if record.failures >= _ATTEMPTS:
+        if record.is_skipped():
             # The scope must make the same graph as those before, including which numbers share an input.
             return self._uncaptured(record, spec, seed=seed, **options)
         record.deadline = spec.deadline
@@ -320,7 +336,7 @@ class TraceOrReplay:
         what = verification.difference(scope.returned(), get_runtime())
         if what is not None:
             record.forget()
-            record.failures = _ATTEMPTS
+            record.failures, record.pause = _ATTEMPTS, None
             self.note(f"a traced call differs from its replay: {what}")
             self.on_mismatch(what, trusted)
             return True

@@ -29,7 +29,7 @@ from xla_adapters.tracing.operand_checks import PRODUCTS, host_tensor_error, ref
 from xla_adapters.tracing.operation_log import OperationLog, next_node
 from xla_adapters.tracing.step_profile import BACKWARD, SPANS
 from xla_adapters.tracing.undo_log import UndoLog
-from xla_adapters.utils.torch_modes import device_type, is_fake, leave_function_mode
+from xla_adapters.utils.torch_modes import device_type, function_called, is_fake, is_of_torch, leave_function_mode
 
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 _CALL = Callable[..., Any]
@@ -224,6 +224,7 @@ class StepMode(TorchFunctionMode):
             or any(func in table for table in _SPECIAL_CALLS)
             or func in LOOKUPS
             or writes_in_place(func)
+            or not is_of_torch(func)
         ):
             return _SPECIAL
         return _MULTIPLIES if func in PRODUCTS else _COMPUTES
@@ -284,6 +285,8 @@ class StepMode(TorchFunctionMode):
             self._indices.note(func, args, kwargs, result)
 
     def _call(self, func: _CALL, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not is_of_torch(func) and (own := function_called(func)) is not func:
+            return self.__torch_function__(own, (), args, kwargs)
         called = func
         self._operations.first_node = next_node()
         self._indices.check(func, args, kwargs)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from operator import methodcaller
+from pathlib import Path
 from types import CodeType, GeneratorType
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
@@ -358,3 +359,46 @@ def keeping_parameters() -> Iterator[None]:
         stack.callback(options.set_swap_module_params_on_conversion, options.get_swap_module_params_on_conversion())
         options.set_swap_module_params_on_conversion(True)
         yield
+
+
+# ---- functions that are replaced ---------------------------------------------------------------------
+
+_OF_TORCH = str(Path(torch.__file__).parent)
+_FUNCTIONAL = (vars(torch.nn.functional), vars(torch.functional))
+# By their code, which a function that replaces one, and calls it, does not have.
+_BY_CODE = {
+    item.__code__: item for module in _FUNCTIONAL for item in module.values() if type(item) is types.FunctionType
+}
+_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
+
+
+def is_of_torch(func: Callable[..., Any]) -> bool:
+    """Whether a function that a mode is called with is torch's own."""
+    if isinstance(func, _BUILTIN):
+        return True
+    code = getattr(func, "__code__", None)
+    return code is not None and code.co_filename.startswith(_OF_TORCH)
+
+
+def function_called(func: Callable[..., Any]) -> Callable[..., Any]:
+    """In `__torch_function__`: the function that is called, where a mode is given what user code has put in its place.
+
+    A function of `torch.nn.functional` names itself to modes by the module's global. If that was replaced by a function
+    that calls it (`F.cross_entropy = lambda *args: 2 * own(*args)`), a mode that calls what it is given doubles twice.
+
+    Args:
+        func: what the mode is given; one of torch itself is returned as it is.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code is not torch.overrides.handle_torch_function.__code__:
+        if frame.f_back is None:
+            return func
+        frame = frame.f_back
+    called = frame.f_back
+    if called is None or called.f_code is getattr(func, "__code__", None):
+        return func
+    names = next((module for module in _FUNCTIONAL if called.f_globals is module), {})
+    if names.get(called.f_code.co_name) is not func:
+        return func
+    # One that was replaced before this module was imported gets all its arguments by the call.
+    return _BY_CODE.get(called.f_code) or types.FunctionType(called.f_code, called.f_globals)

@@ -30,7 +30,7 @@ from xla_adapters.tracing.step_mode import (
 )
 from xla_adapters.tracing.undo_log import UndoLog
 from xla_adapters.utils.patching import replaced
-from xla_adapters.utils.torch_modes import in_transform, is_fake
+from xla_adapters.utils.torch_modes import function_called, in_transform, is_fake, is_of_torch
 
 _Tensor = torch.Tensor
 _CALL = Callable[..., Any]
@@ -105,6 +105,8 @@ class PlaceholderMode(StepMode):
         kwargs = kwargs or {}
         if args and is_fake(args[0]):
             return func(*args, **kwargs)
+        if not is_of_torch(func):
+            func = function_called(func)
         if self._around_call is not None:
             return self._around_call(self._intercepted, func, args, kwargs)
         return self._intercepted(func, args, kwargs)
