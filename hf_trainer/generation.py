@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -51,7 +52,7 @@ class Generation:
         self._config = config
         self._codes: dict[int, tuple[torch.nn.Module, StepCode]] = {}
         # The modules whose `forward` is replaced at present, which need not be compared.
-        self._replaced: list[torch.nn.Module] = []
+        self._replaced: Counter[int] = Counter()
 
     def spec(self, model: torch.nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> CallSpec | None:
         """Describes a call of the model for a replay; None if it can only be traced.
@@ -85,18 +86,18 @@ class Generation:
             change=code.change,
             constants=code.tensors,
             look_again=code.look_again,
-            exempt=lambda module: ("forward",) if any(module is one for one in self._replaced) else (),
+            exempt=lambda module: ("forward",) if self._replaced[id(module)] else (),
         )
 
     @contextmanager
     def replacing(self, model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
         """Inside the context the model has another `forward`, on the instance."""
-        self._replaced.append(model)
+        self._replaced[id(model)] += 1
         try:
             with replaced(model, "forward", forward):
                 yield
         finally:
-            self._replaced.pop()
+            self._replaced[id(model)] -= 1
 
     def note_cache(self, cache: Any, *, is_new: bool) -> None:
         """Behind a call: notes that nothing shares a buffer with the tensors of a cache that the call has made.
