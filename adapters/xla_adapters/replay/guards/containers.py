@@ -74,8 +74,11 @@ class ContainerEntries:
         """Which entry has another value, in words, or None. Equal values of other objects are no difference."""
         if self._size is not None and len(self._owner) != self._size:
             names = self._owner if isinstance(self._owner, Mapping) else ()
-            more = [name for name in names if name not in (self._names or ())]
-            return f"{self._path} has got {more[0]!r}" if more else f"{self._path} holds more or less than before"
+            more = next((name for name in names if name not in (self._names or ())), None)
+            if more is None:
+                return f"{self._path} holds more or less than before"
+            # Hooks have numbers, which say nothing.
+            return f"{self._path} has got {repr(more) if isinstance(more, str) else said(self._owner[more])}"
         if self._names is None:
             changed = any(map(differs, self._owner, self._noted))
             return f"{self._path} holds something else" if changed else None
