@@ -37,6 +37,8 @@ _GUESSING = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exi
 _CACHE = "past_key_values"
 # After so many traced calls of a graph, values are compared by a transfer of their own.
 _DEADLINE = 4
+# Of so many models, the latest ones, the code is known.
+_MODELS = 4
 
 
 class Generation:
@@ -72,6 +74,9 @@ class Generation:
             return None
         others = {name: value for name, value in inputs.items() if name != _CACHE}
         if id(model) not in self._codes:
+            # They keep the models alive.
+            for other in [*self._codes][: max(0, len(self._codes) - _MODELS + 1)]:
+                del self._codes[other]
             self._codes[id(model)] = model, model_code(model, self._config)
         code = self._codes[id(model)][1].present()
         tensors, key = batch_of((args, others))
