@@ -18,7 +18,7 @@ from transformers.utils.generic import ModelOutput
 from hf_trainer.patches import as_if_compiling
 from hf_trainer.replay import model_code
 from hf_trainer.shapes import Prompts, TrainerShapes
-from xla_adapters import StepProgram, XLAConfig, get_runtime
+from xla_adapters import StepProgram, get_runtime
 from xla_adapters.errors import UnsupportedOptionError
 from xla_adapters.loop.replay import StepCode, batch_of, copies, key_of
 from xla_adapters.loop.steps import StepDriver
@@ -27,6 +27,7 @@ from xla_adapters.runtime import eager
 from xla_adapters.runtime.transfers import to_host_in_one_transfer, uploading
 from xla_adapters.sharding import whole_parameters
 from xla_adapters.tracing.discarding import Discarding
+from xla_adapters.utils.nested_values import tensors_in
 from xla_adapters.utils.patching import replaced
 
 # The name of the step that calls the model to generate.
@@ -35,25 +36,28 @@ GENERATION = "generate"
 _GUESSING = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 # The argument and the result of a model that is its cache.
 _CACHE = "past_key_values"
+# The attribute of a replaced `forward` with what was there.
+_FOUND = "_xla_adapters_found"
 # After so many traced calls of a graph, values are compared by a transfer of their own.
 _DEADLINE = 4
 # Of so many models, the latest ones, the code is known.
 _MODELS = 4
+# What a model calls of a cache. User code may replace it.
+_CALLED = ("update", "get_seq_length", "get_mask_sizes", "get_max_length")
 
 
 class Generation:
     """The graphs of one trainer's generation, and the user's code in them.
 
     Args:
-        program: runs, replays and explains the graphs.
-        config: with `step_replay=True` the user promises that the code is safe.
+        steps: of the trainer.
     """
 
-    def __init__(self, program: StepProgram, config: XLAConfig) -> None:
-        self.program = program
-        self._config = config
+    def __init__(self, steps: StepDriver) -> None:
+        self.program = steps.evaluation[GENERATION]
+        self._steps = steps
         self._codes: dict[int, tuple[torch.nn.Module, StepCode]] = {}
-        # The modules whose `forward` is replaced at present, which need not be compared.
+        # The modules whose methods are replaced at present, which need not be compared.
         self._replaced: Counter[int] = Counter()
 
     def spec(self, model: torch.nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> CallSpec | None:
@@ -66,6 +70,8 @@ class Generation:
             args: its positional arguments.
             inputs: its other arguments, on the device.
         """
+        if not self._steps.may_replay:
+            return None
         cache = inputs.get(_CACHE)
         state = _static_state(cache)
         if state is None:
@@ -77,12 +83,13 @@ class Generation:
             # They keep the models alive.
             for other in [*self._codes][: max(0, len(self._codes) - _MODELS + 1)]:
                 del self._codes[other]
-            self._codes[id(model)] = model, model_code(model, self._config)
+            self._codes[id(model)] = model, model_code(model, self._steps.config)
         code = self._codes[id(model)][1].present()
         tensors, key = batch_of((args, others))
         kinds = tuple((tensor.shape, tensor.dtype) for tensor in state)
         return CallSpec(
-            key=(*key, kinds, type(cache).__name__, *key_of(code), id(model)),
+            # The code keeps the model alive, whose `id` is no other one's then.
+            key=(*key, *map(type, others.values()), kinds, *_code_of(cache), *key_of(code), id(model)),
             batch=tensors,
             extras=state,
             modules=[model, *code.modules],
@@ -91,18 +98,18 @@ class Generation:
             change=code.change,
             constants=code.tensors,
             look_again=code.look_again,
-            exempt=lambda module: ("forward",) if self._replaced[id(module)] else (),
+            exempt=lambda module: ("forward", "generate") if self._replaced[id(module)] else (),
         )
 
     @contextmanager
-    def replacing(self, model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-        """Inside the context the model has another `forward`, on the instance."""
+    def replacing(self, model: torch.nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
+        """Inside the context the model has another `forward` or `generate`, on the instance."""
         self._replaced[id(model)] += 1
         try:
-            with replaced(model, "forward", forward):
+            with replaced(model, name, method):
                 yield
         finally:
-            self._replaced[id(model)] -= 1
+            self._replaced -= Counter([id(model)])
 
     def note_cache(self, cache: Any, *, is_new: bool) -> None:
         """Behind a call: notes that nothing shares a buffer with the tensors of a cache that the call has made.
@@ -123,7 +130,7 @@ class TrainerSteps(StepDriver):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.generation = Generation(self.evaluation[GENERATION], self.config)
+        self.generation = Generation(self)
 
 
 @contextmanager
@@ -146,7 +153,9 @@ def compiled_forward(
         of_prompts: what distinguishes the graphs from those for prompts of other lengths, in words.
         shapes: gives inputs few shapes.
     """
-    forward: Callable[..., Any] = model.forward
+    own = vars(model).get("forward")
+    # Of a context around this one, or the model's own.
+    own, forward = getattr(own, _FOUND, (own, model.forward))
     program = generation.program
 
     @functools.wraps(forward)
@@ -158,34 +167,39 @@ def compiled_forward(
             kwargs, length, cut = shapes.of_evaluation(kwargs, preprocesses=False)
         with uploading():
             args, kwargs = _upload(args), _upload(kwargs)
-        phase, cache = _phase(model, kwargs, length)
+        phase, filling = _phase(model, kwargs, length)
         # A replay compares the model with what it was, which has no method of this function.
         with _as_found(model, own), Discarding(program), torch.no_grad(), as_if_compiling():
             spec = generation.spec(model, args, kwargs)
-            program.open(inputs=_tensors_only(kwargs), phase=phase, facts={"cache": cache}, replay=spec)
-            computed = program.outputs(_without_cache, forward, *args, **kwargs)
+            program.open(inputs=_tensors_only(kwargs), phase=phase, facts={"cache": filling}, replay=spec)
+            computed, returns_cache = program.outputs(_without_cache, forward, *args, **kwargs)
             program.close()
-        generation.note_cache(kwargs.get(_CACHE), is_new=spec is None)
-        returned = results(_with_cache(computed, kwargs.get(_CACHE)))
+        cache = kwargs.get(_CACHE)
+        generation.note_cache(cache, is_new=spec is None)
+        if returns_cache:
+            computed = type(computed)(**{**computed, _CACHE: cache})
+        returned = results(computed)
         if cut is not None and isinstance(returned, ModelOutput):
             returned.loss, returned.logits, _ = cut((returned.get("loss"), returned.get("logits"), None))
         return returned
 
-    own = vars(model).get("forward")
-    with generation.replacing(model, compiled):
+    setattr(compiled, _FOUND, (own, forward))
+    with generation.replacing(model, "forward", compiled):
         yield
 
 
 @contextmanager
 def _as_found(model: torch.nn.Module, own: Any) -> Iterator[None]:
     """Inside the context a model whose `forward` is replaced has its own: of the instance, or of the class (None)."""
-    compiled = vars(model).pop("forward")
+    attributes = vars(model)
+    compiled = attributes.pop("forward", None)
     if own is not None:
-        vars(model)["forward"] = own
+        attributes["forward"] = own
     try:
         yield
     finally:
-        vars(model)["forward"] = compiled
+        if compiled is not None:
+            attributes["forward"] = compiled
 
 
 def generate(model: Any, *args: Any, generation: Generation, shapes: TrainerShapes | None = None, **kwargs: Any) -> Any:
@@ -238,7 +252,7 @@ def generate(model: Any, *args: Any, generation: Generation, shapes: TrainerShap
             for part in _parts(model):
                 stack.enter_context(compiled_forward(part, generation, to_host_in_one_transfer))
                 if isinstance(part, GenerationMixin):
-                    stack.enter_context(replaced(part, "generate", _of(part, generation, shapes)))
+                    stack.enter_context(generation.replacing(part, "generate", _of(part, generation, shapes)))
         stack.enter_context(compiled_forward(model, generation, _loss_and_logits_on_host, of_prompts=length))
         if model.config.is_encoder_decoder:
             stack.enter_context(compiled_forward(model.get_encoder(), generation, of_prompts=length))
@@ -283,7 +297,7 @@ def compiled_generation(
         shapes: gives prompts and other inputs few shapes.
     """
     with (
-        replaced(owner, "generate", _of(owner, generation, shapes)),
+        generation.replacing(owner, "generate", _of(owner, generation, shapes)),
         compiled_forward(model, generation, _loss_and_logits_on_host, shapes=shapes),
     ):
         yield
@@ -397,29 +411,31 @@ def _static_state(cache: Any) -> list[torch.Tensor] | None:
         parts = [cache.self_attention_cache, cache.cross_attention_cache]
     state: list[Any] = []
     for part in parts:
-        if type(part) is not StaticCache or part.offloading:
+        if type(part) is not StaticCache or part.offloading or not vars(part).keys().isdisjoint(_CALLED):
             return None
         for layer in part.layers:
-            if type(layer) is not StaticLayer or not layer.is_initialized:
+            if type(layer) is not StaticLayer or not layer.is_initialized or not vars(layer).keys().isdisjoint(_CALLED):
                 return None
             state += (layer.keys, layer.values, layer.cumulative_length)
     return state
 
 
-def _without_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The results of a call, but for the cache that it was given, which is no value."""
+def _code_of(cache: Any) -> Iterator[Any]:
+    """What a model calls of a static cache."""
+    for kind in (type(cache), StaticCache, StaticLayer):
+        yield from (getattr(kind, name, None) for name in _CALLED)
+
+
+def _without_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """The results of a call, but for the cache that it was given (it is no value); and whether that was among them."""
     computed = forward(*args, **kwargs)
-    if isinstance(computed, ModelOutput) and computed.get(_CACHE) is kwargs.get(_CACHE):
+    if not isinstance(computed, ModelOutput):
+        return computed, False
+    cache = kwargs.get(_CACHE)
+    returns_cache = cache is not None and computed.get(_CACHE) is cache
+    if returns_cache:
         computed = type(computed)(**{name: value for name, value in computed.items() if name != _CACHE})
-        return copies(computed)
-    return computed
-
-
-def _with_cache(computed: Any, cache: Any) -> Any:
-    """The results of a call, with the cache that it was given."""
-    if isinstance(computed, ModelOutput) and cache is not None and computed.get(_CACHE) is None:
-        return type(computed)(**{**computed, _CACHE: cache})
-    return computed
+    return copies(computed, of_others_than=tensors_in((args, kwargs))), returns_cache
 
 
 def _tensors_only(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 import transformers as hf
+from transformers.cache_utils import StaticLayer
 
 import hf_trainer
 import xla_adapters
@@ -389,6 +390,61 @@ def test_tokens_are_replayed(name: str, tmp_path: Path) -> None:
             assert counters.executions - 2 * (verified - before[2]) <= calls
     assert not program.replay_reasons
     assert "forward" not in vars(model)
+
+
+@isolated
+def test_a_method_of_the_cache_that_is_replaced_between_two_tokens(tmp_path: Path) -> None:
+    own, model = StaticLayer.update, build("gpt2")
+    reference = copy.deepcopy(model)
+    trainer = _made(model, tmp_path)
+
+    def half_the_keys(layer: Any, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(layer, keys / 2, *args, **kwargs)
+
+    written = []
+    for one in (reference, model):
+        one.generation_config.eos_token_id = None
+        options = _greedy(reference, _tokens()) | {"cache_implementation": "static", "disable_compile": True}
+        replace = At((7,), lambda: setattr(StaticLayer, "update", half_the_keys))
+        try:
+            generate = one.generate if one is reference else trainer.generate
+            written.append(generate(**options, stopping_criteria=[replace]))
+        finally:
+            StaticLayer.update = own  # type: ignore[method-assign]
+    assert torch.equal(*written)
+    assert trainer._xla.steps.generation.program.replays
+
+
+class OwnT5(transformers.T5ForConditionalGeneration):
+    """As of a script."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **others: Any) -> Any:
+        return super().forward(input_ids, attention_mask, labels=labels, **others)
+
+
+@pytest.mark.parametrize("kind", [transformers.T5ForConditionalGeneration, OwnT5])
+@isolated(timeout=400)
+def test_tokens_of_evaluations_are_replayed(kind: type, tmp_path: Path) -> None:
+    """Also from the second batch on."""
+    model: Any = _computable(kind(build("t5").config))
+    model.generation_config.eos_token_id = None
+    for parameter in model.parameters():
+        # With the usual ones all that so small a model writes is padding.
+        torch.nn.init.normal_(parameter, std=0.5)
+    tokens = _tokens(10, 5)
+    data = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in tokens]
+    wanted = copy.deepcopy(model).generate(tokens, max_length=9, do_sample=False).numpy()
+    args = transformers.Seq2SeqTrainingArguments(
+        str(tmp_path), report_to=[], predict_with_generate=True, per_device_eval_batch_size=2, generation_max_length=9
+    )
+    trainer = hf_trainer.Seq2SeqTrainer(model, args)
+    assert np.array_equal(trainer.predict(data).predictions[:, :9], wanted)
+    assert len(set(wanted.flatten().tolist())) > 3
+    program = trainer._xla.steps.generation.program
+    # Five batches of an encoder, eight tokens, and the forward for the loss.
+    assert program.calls == 5 * (1 + 8 + 1)
+    # The first token makes the cache; two more are traced, and again as the first batch has changed the configuration.
+    assert program.replays + program.verified == 5 * 7 - 2 - 2
 
 
 @isolated

@@ -210,10 +210,16 @@ def test_prediction_and_test_steps() -> None:
 
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             # Of a linear layer, whose result with three dimensions is a view; and tensors that stay themselves.
-            return {"rows": self.net[0](batch[0][:, None]), "batch": batch[0], "weight": self.net[0].weight}
+            return {
+                "rows": self.net[0](batch[0][:, None]),
+                "batch": batch[0],
+                "weight": self.net[0].weight,
+                "best": batch[0].max(dim=1),
+            }
 
         def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             assert outputs["batch"] is batch[0]
+            assert torch.equal(outputs["best"].indices, batch[0].argmax(1))
             assert outputs["weight"] is self.net[0].weight
             assert torch.allclose(outputs["rows"][:, 0], self.net[0](batch[0]), atol=1e-6)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from xla_adapters.replay.call_spec import CallSpec
 from xla_adapters.replay.safety import Analysis, FrameworkModel
 from xla_adapters.replay.step_program import StepProgram
 from xla_adapters.replay.tracked_code import TrackedCode
-from xla_adapters.utils.nested_values import as_dicts, replaced
+from xla_adapters.utils.nested_values import as_dicts
 
 
 class StepCode:
@@ -104,8 +104,13 @@ def copies(results: Any, *, of_others_than: Iterable[torch.Tensor] = ()) -> Any:
         results: of the step, while it is open.
         of_others_than: tensors that stay themselves.
     """
-    known = set(map(id, of_others_than))
-    return replaced(results, lambda tensor: tensor if id(tensor) in known else tensor.clone())
+    made = {id(tensor): tensor for tensor in of_others_than}
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        # A tensor that is there twice stays one.
+        return made[id(tensor)] if id(tensor) in made else made.setdefault(id(tensor), tensor.clone())
+
+    return tree_map_only(torch.Tensor, own, results)
 
 
 def optimizer_reason(optimizer: Any) -> str | None:

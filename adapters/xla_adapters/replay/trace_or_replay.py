@@ -90,6 +90,12 @@ class _Record:
         """Forgets what was captured."""
         self.call = self.launcher = None
 
+    def begin_replays(self, launcher: Any) -> None:
+        """Two traced calls agreed: what failed before does not count any more."""
+        self.launcher = launcher
+        self.failures = self.replayed = 0
+        self.pause = None if self.pause is None else _PAUSE
+
     def is_skipped(self) -> bool:
         """Whether the next call is not worth an attempt to capture it."""
         if self.failures < _ATTEMPTS:
@@ -400,8 +406,7 @@ class TraceOrReplay:
             except CannotReplay as error:
                 self._fail(record, str(error), spec)
                 return
-            record.launcher = Launcher(call, fixed, runtime)
-            record.failures = record.replayed = 0
+            record.begin_replays(Launcher(call, fixed, runtime))
             record.due, record.trusted = next_due(0, self.verify_every), self.calls()
 
         numbers = [number.value for number in (*call.numbers, *before.numbers)]

@@ -6,6 +6,7 @@ Each context manager leaves torch as it found it, also after Ctrl-C in the middl
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import types
 import warnings
@@ -363,7 +364,7 @@ def keeping_parameters() -> Iterator[None]:
 
 # ---- functions that are replaced ---------------------------------------------------------------------
 
-_OF_TORCH = str(Path(torch.__file__).parent)
+_OF_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _FUNCTIONAL = (vars(torch.nn.functional), vars(torch.functional))
 # By their code, which a function that replaces one, and calls it, does not have.
 _BY_CODE = {
@@ -398,7 +399,7 @@ def function_called(func: Callable[..., Any]) -> Callable[..., Any]:
     if called is None or called.f_code is getattr(func, "__code__", None):
         return func
     names = next((module for module in _FUNCTIONAL if called.f_globals is module), {})
-    if names.get(called.f_code.co_name) is not func:
+    if names.get(called.f_code.co_name) is not func or called.f_code.co_freevars:
         return func
     # One that was replaced before this module was imported gets all its arguments by the call.
     return _BY_CODE.get(called.f_code) or types.FunctionType(called.f_code, called.f_globals)

@@ -132,7 +132,7 @@ class PlaceholderTraceOrReplay(TraceOrReplay):
         return PlaceholderCapture(spec, take, **options)
 
     def _prepare(self, record: Any, call: Any, before: Any, spec: CallSpec) -> None:
-        record.launcher = PlaceholderLauncher(call)
-        record.failures = record.replayed = record.waited = 0
+        record.begin_replays(PlaceholderLauncher(call))
+        record.waited = 0
         # This call was traced as well.
         record.due, record.trusted = next_due(0, self.verify_every), self.calls() + 1
