@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import thread as pools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import torch._decomp
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.utils.checkpoint
+import torchmetrics.functional
 import transformers.modeling_utils
 from safetensors.torch import save_file
 from torch import nn
@@ -37,7 +39,15 @@ from torch.overrides import TorchFunctionMode
 
 from tests.isolation import isolated
 from xla_adapters.utils.patching import replaced
-from xla_adapters.utils.torch_modes import _OF_HOOKS, in_transform, results_of_transforms, unused_in_steps, unwrapped
+from xla_adapters.utils.torch_modes import (
+    _OF_HOOKS,
+    function_called,
+    in_transform,
+    is_of_torch,
+    results_of_transforms,
+    unused_in_steps,
+    unwrapped,
+)
 
 _OPTIMIZERS = [
     "ASGD",
@@ -564,3 +574,26 @@ def test_functional_collectives_return_new_tensors() -> None:
     (_functional_collectives.all_gather_tensor_autograd(value, 0, group) * 3).sum().backward()
     assert value.grad is not None
     assert value.grad.tolist() == [[3.0] * 3] * 2
+
+
+def test_a_function_names_itself_to_modes_by_its_global() -> None:
+    """Between it and the mode is the frame of `handle_torch_function`."""
+    own = torch.nn.functional.silu
+    seen: list[Any] = []
+
+    class Looking(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((func, function_called(func)))
+            return function_called(func)(*args, **(kwargs or {}))
+
+    def negated(x: torch.Tensor) -> torch.Tensor:
+        return -own(x)
+
+    with mock.patch.object(torch.nn.functional, "silu", negated), Looking():
+        result = torch.nn.functional.silu(torch.ones(1))
+    assert (negated, own) in seen
+    assert torch.equal(result, -own(torch.ones(1)))
+    assert is_of_torch(own)
+    assert is_of_torch(torch.Tensor.add)
+    # Its folder begins with the same letters.
+    assert not is_of_torch(torchmetrics.functional.accuracy)

@@ -366,3 +366,19 @@ def test_what_is_computed_of_a_batch_on_the_host() -> None:
     assert "clamp_value = torch.finfo(hidden_states.dtype).max - 1000\n" in source
     # In one process it is what it is given: a sum, divided by the number of processes.
     assert "cloned_tensor /= state.num_processes" in inspect.getsource(accelerate.utils.operations.reduce)
+
+
+def test_a_static_layer_keeps_tensors_only() -> None:
+    """A call with a static cache that holds tokens changes these three tensors, in place, and nothing else."""
+    layer = transformers.cache_utils.StaticLayer(max_cache_len=4)
+    layer.update(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2, 3))
+    state = {name: getattr(layer, name) for name in ("keys", "values", "cumulative_length")}
+    assert {name for name, value in vars(layer).items() if isinstance(value, torch.Tensor)} == set(state)
+    others = {name: value for name, value in vars(layer).items() if name not in state}
+    layer.update(torch.ones(1, 1, 1, 3), torch.ones(1, 1, 1, 3))
+    assert {name: value for name, value in vars(layer).items() if name not in state} == others
+    assert all(getattr(layer, name) is value for name, value in state.items())
+    assert (layer.is_initialized, layer.cumulative_length.item()) == (True, 3)
+    cache = transformers.StaticCache(transformers.GPT2Config(n_layer=2), max_cache_len=4)
+    assert (cache.offloading, cache.is_initialized, len(cache.layers)) == (False, False, 2)
+    assert transformers.EncoderDecoderCache(cache, cache).is_updated == {0: False, 1: False}
