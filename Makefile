@@ -116,7 +116,7 @@ docs: $(STAMP)
 
 # All of them, even if an earlier one missed a target.
 BENCHMARKS := step_counts "step_counts --lightning" ecosystem "ecosystem --architectures" "ecosystem --bf16" "ecosystem --multimodal" operators explain sharding checkpoint "crash --peers" \
-	replay_coverage verification host_overhead models compile_time warm_start shapes
+	replay_coverage verification host_overhead generation models compile_time warm_start shapes input_wait
 
 bench: $(BENCH_STAMP)
 	@missed=; for benchmark in $(BENCHMARKS); do \

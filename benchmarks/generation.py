@@ -79,13 +79,6 @@ def milliseconds(name: str, tokens: int, replay: bool | None) -> float:
         return 1e3 * (time.process_time() - begin) / tokens
 
 
-def _in_child(run: Callable[[], float]) -> float:
-    outcome = run_in_child(run, timeout=900)
-    if outcome.error is not None:
-        raise RuntimeError(f"{outcome.error}\n{outcome.output}")
-    return float(outcome.value)
-
-
 def main(given: list[str] | None = None) -> int:
     """Measures, prints, checks."""
     parser = report.parser("What a token costs the host.")
@@ -98,7 +91,8 @@ def main(given: list[str] | None = None) -> int:
     for _ in range(options.rounds):
         for name, times in found.items():
             for kind, replay in kinds.items():
-                times[kind].append(_in_child(partial(milliseconds, name, options.tokens, replay)))
+                run = partial(milliseconds, name, options.tokens, replay)
+                times[kind].append(run_in_child(run, timeout=900).result())
     rows = []
     for name, times in found.items():
         of_stock, of_traced = (

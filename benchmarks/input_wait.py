@@ -14,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -83,13 +82,6 @@ def seconds_per_step(size: Size, steps: int, delay: float, *, stock: bool, worke
     return (last - first) / steps
 
 
-def _in_child(run: Callable[[], float]) -> float:
-    outcome = run_in_child(run, timeout=600)
-    if outcome.error is not None:
-        raise RuntimeError(f"{outcome.error}\n{outcome.output}")
-    return float(outcome.value)
-
-
 def main(given: list[str] | None = None) -> int:
     """Measures, prints, checks."""
     parser = report.parser("What is left of a loader's time.")
@@ -107,8 +99,8 @@ def main(given: list[str] | None = None) -> int:
     for _ in range(options.rounds):
         for name, pairs in found.items():
             run = partial(seconds_per_step, size, options.steps, **kinds[name])
-            without = _in_child(partial(run, 0.0))
-            pairs.append((without, _in_child(partial(run, without))))
+            without = run_in_child(partial(run, 0.0), timeout=600).result()
+            pairs.append((without, run_in_child(partial(run, without), timeout=600).result()))
     left = {
         name: statistics.median((slow - without) / without for without, slow in pairs) for name, pairs in found.items()
     }

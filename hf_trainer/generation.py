@@ -42,8 +42,11 @@ _FOUND = "_xla_adapters_found"
 _DEADLINE = 4
 # Of so many models, the latest ones, the code is known.
 _MODELS = 4
-# What a model calls of a cache. User code may replace it.
-_CALLED = ("update", "get_seq_length", "get_mask_sizes", "get_max_length")
+# All that a model may use of the classes of a static cache. User code may replace it.
+_MEMBERS = {
+    kind: frozenset(name for name in dir(kind) if not name.startswith("__"))
+    for kind in (EncoderDecoderCache, StaticCache, StaticLayer)
+}
 
 
 class Generation:
@@ -89,7 +92,7 @@ class Generation:
         kinds = tuple((tensor.shape, tensor.dtype) for tensor in state)
         return CallSpec(
             # The code keeps the model alive, whose `id` is no other one's then.
-            key=(*key, *map(type, others.values()), kinds, *_code_of(cache), *key_of(code), id(model)),
+            key=(*key, *map(type, others.values()), kinds, *_members_of(cache), *key_of(code), id(model)),
             batch=tensors,
             extras=state,
             modules=[model, *code.modules],
@@ -406,24 +409,29 @@ def _static_state(cache: Any) -> list[torch.Tensor] | None:
     """
     parts = [cache]
     if type(cache) is EncoderDecoderCache:
-        if not all(cache.is_updated.values()):
+        if not all(cache.is_updated.values()) or _hides_a_member(cache):
             return None
         parts = [cache.self_attention_cache, cache.cross_attention_cache]
     state: list[Any] = []
     for part in parts:
-        if type(part) is not StaticCache or part.offloading or not vars(part).keys().isdisjoint(_CALLED):
+        if type(part) is not StaticCache or part.offloading or _hides_a_member(part):
             return None
         for layer in part.layers:
-            if type(layer) is not StaticLayer or not layer.is_initialized or not vars(layer).keys().isdisjoint(_CALLED):
+            if type(layer) is not StaticLayer or not layer.is_initialized or _hides_a_member(layer):
                 return None
             state += (layer.keys, layer.values, layer.cumulative_length)
     return state
 
 
-def _code_of(cache: Any) -> Iterator[Any]:
-    """What a model calls of a static cache."""
-    for kind in (type(cache), StaticCache, StaticLayer):
-        yield from (getattr(kind, name, None) for name in _CALLED)
+def _hides_a_member(part: Any) -> bool:
+    """Whether a cache or a layer has, on the instance, what its class has."""
+    return not _MEMBERS[type(part)].isdisjoint(vars(part))
+
+
+def _members_of(cache: Any) -> Iterator[Any]:
+    """All that a model may use of the classes of a static cache, as it is now."""
+    for kind in dict.fromkeys((type(cache), StaticCache, StaticLayer)):
+        yield from (getattr(kind, name, None) for name in _MEMBERS[kind])
 
 
 def _without_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:

@@ -87,17 +87,9 @@ def step_code(trainer: Any, config: XLAConfig, functions: Callable[[], Mapping[s
             **functions(),
             **_of_sentence_transformers(trainer),
         }
-        for name, model in models.items():
-            own.update(_called_by(model, name or type(model).__name__))
-        return own
+        return own | _called_in(models)
 
-    return StepCode(
-        _FRAMEWORK,
-        found,
-        lambda functions, analysis: _examine(trainer.model, trainer, functions, analysis),
-        promised=lambda: [] if config.step_replay is True else None,
-        parts=lambda: {name: part for name, part in trainer.model.named_modules() if isinstance(part, PreTrainedModel)},
-    )
+    return _code(lambda: trainer.model, trainer, config, found)
 
 
 def model_code(model: torch.nn.Module, config: XLAConfig) -> StepCode:
@@ -108,18 +100,22 @@ def model_code(model: torch.nn.Module, config: XLAConfig) -> StepCode:
         config: with `step_replay=True` the user promises that the code is safe.
     """
 
-    def found(models: Mapping[str, PreTrainedModel]) -> dict[str, Any]:
-        functions: dict[str, Any] = {"forward": model}
-        for name, part in models.items():
-            functions.update(_called_by(part, name or type(part).__name__))
-        return functions
+    return _code(lambda: model, None, config, lambda models: {"forward": model, **_called_in(models)})
 
+
+def _code(
+    model: Callable[[], torch.nn.Module],
+    trainer: Any,
+    config: XLAConfig,
+    found: Callable[[Mapping[str, PreTrainedModel]], Mapping[str, Any]],
+) -> StepCode:
+    """The user code in calls of a model: the functions that are found, of a trainer if there is one."""
     return StepCode(
         _FRAMEWORK,
         found,
-        functools.partial(_examine, model, None),
+        lambda functions, analysis: _examine(model(), trainer, functions, analysis),
         promised=lambda: [] if config.step_replay is True else None,
-        parts=lambda: {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)},
+        parts=lambda: {name: part for name, part in model().named_modules() if isinstance(part, PreTrainedModel)},
     )
 
 
@@ -175,6 +171,14 @@ def _examine_losses(losses: Iterable[Any], analysis: Analysis) -> None:
         if not isinstance(loss, torch.nn.Module) or not is_trusted(forward) or returned not in _TENSORS:
             raise Unsafe(f"{type(loss).__name__} may return parts of the loss, which the trainer adds up")
         analysis.examine(loss, (), {UNKNOWN: DATA})
+
+
+def _called_in(models: Mapping[str, PreTrainedModel]) -> dict[str, Any]:
+    return {
+        what: function
+        for name, model in models.items()
+        for what, function in _called_by(model, name or type(model).__name__)
+    }
 
 
 def _called_by(model: PreTrainedModel, name: str) -> Iterator[tuple[str, Any]]:

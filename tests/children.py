@@ -47,6 +47,16 @@ class Outcome:
         """Whether the function returned."""
         return self.error is None
 
+    def result(self) -> Any:
+        """What the function returned.
+
+        Raises:
+            RuntimeError: it did not.
+        """
+        if self.error is not None:
+            raise RuntimeError(f"{self.error}\n{self.output}")
+        return self.value
+
     @property
     def short_error(self) -> str | None:
         """The line of the error that names it."""

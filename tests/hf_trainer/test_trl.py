@@ -243,6 +243,9 @@ def test_grpo_with_samples_as_on_the_cpu(iterations: int, tmp_path: Path) -> Non
     assert max(step.executions for step in run.steps) <= 4 + 4
     program = steps_of(run.trainer).train
     assert program.replays >= 4, program.replay_reasons
+    # Of the four tokens of each rollout the first makes the cache. The reference and the rewards are no tokens.
+    generation = steps_of(run.trainer).evaluation["generate"]
+    assert generation.replays >= 8, generation.replay_reasons
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from xla_adapters.tracing.placeholders.scope import PlaceholderScope
 from xla_adapters.tracing.step_mode import READS
 from xla_adapters.tracing.step_scope import current_scope
 from xla_adapters.utils.location import current_location
+from xla_adapters.utils.torch_modes import function_called, is_of_torch
 
 
 class PlaceholderStepCapture(StepCapture):
@@ -122,6 +123,8 @@ class _Valueless(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not is_of_torch(func):
+            func = function_called(func)
         if func is torch.Tensor.to and (made := self._copied(*args, **kwargs)) is not None:
             return made
         if in_step() or not any(map(self.knows, tree_leaves((args, kwargs)))):
