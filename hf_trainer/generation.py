@@ -43,7 +43,7 @@ _DEADLINE = 4
 # Of so many models, the latest ones, the code is known.
 _MODELS = 4
 # All that a model may use of the classes of a static cache. User code may replace it.
-_MEMBERS = {
+_MEMBERS: dict[Any, frozenset[str]] = {
     kind: frozenset(name for name in dir(kind) if not name.startswith("__"))
     for kind in (EncoderDecoderCache, StaticCache, StaticLayer)
 }
